@@ -1,0 +1,103 @@
+"""The ``algorithm`` section of a recipe: which loss, which advantages, how per-token losses become one number.
+
+Plain pydantic, no torch: a recipe is checked before anything heavy is imported. It knows nothing about tensors;
+``services.trainer.algorithms`` has one short file per loss.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LossName = Literal[
+    "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "cispo", "reinforce"
+]  # fmt: skip
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
+LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+M2poScope = Literal["minibatch", "micro_batch"]
+
+
+class AlgorithmConfig(BaseModel):
+    """What a training step minimises.
+
+    >>> AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28).upper_clip
+    0.28
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: LossName = "m2po"
+    """The policy loss; `grpo` is `ppo_clip` under the name people look for."""
+
+    eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """PPO clip: a ratio below 1 - eps_clip earns no further gradient (also the upper bound unless eps_clip_higher)."""
+
+    eps_clip_higher: float | None = Field(default=None, gt=0.0)
+    """Upper bound 1 + eps_clip_higher when it differs from eps_clip (DAPO: 0.28)."""
+
+    c_clip: float | None = Field(default=None, gt=1.0)
+    """Dual clip: tokens with a negative advantage cost at most c_clip * |advantage|. Off when null."""
+
+    m2po_threshold: float = Field(default=0.01, gt=0.0)
+    """M2PO: largest allowed mean second moment of the log ratio over the tokens the trust region binds."""
+
+    m2po_scope: M2poScope = "minibatch"
+    """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
+    the gradient then depends on packing; for comparison only)."""
+
+    advantage: AdvantageName = "grpo"
+    """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
+
+    advantage_eps: float = Field(default=1e-5, ge=0.0)
+    """Added to the group's standard deviation in `grpo`."""
+
+    batch_normalize_advantages: bool = False
+    """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
+
+    kl_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the reference model in the loss; above 0 the trainer loads a reference model."""
+
+    kl_estimator: KlEstimator = "k3"
+    """Per-token estimator of KL(policy || reference). k1 is unbiased as a value, but useless as a gradient."""
+
+    entropy_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+
+    loss_aggregation: LossAggregation = "token_mean"
+    """How per-token losses become one number: over all tokens, first within a sequence, or by a constant length."""
+
+    constant_denominator: int | None = Field(default=None, gt=0)
+    """`loss_aggregation: constant` divides by (sequences of the minibatch * this), e.g. the longest response."""
+
+    reward_bias: float = 0.0
+    """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip)."""
+
+    reward_scale: float = Field(default=1.0, gt=0.0)
+    """See reward_bias."""
+
+    reward_clip: float = Field(default=20.0, gt=0.0)
+    """See reward_bias."""
+
+    importance_cap: float = Field(default=5.0, gt=0.0)
+    """Largest weight proximal / behaviour: `tis` truncates there, `decoupled_ppo` and `m2po_mask` drop such tokens;
+    `cispo` truncates policy / behaviour there."""
+
+    log_ratio_clamp: float = Field(default=20.0, gt=0.0)
+    """Log ratios are clamped to this magnitude before exp, so no ratio overflows; beyond it no gradient flows."""
+
+    @property
+    def upper_clip(self) -> float:
+        """The eps of the upper bound 1 + eps."""
+        return self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
+
+    @model_validator(mode="after")
+    def _check_combination(self) -> AlgorithmConfig:
+        if self.loss_aggregation == "constant" and self.constant_denominator is None:
+            raise ValueError("loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens")
+        if self.loss_aggregation != "constant" and self.constant_denominator is not None:
+            raise ValueError("constant_denominator needs loss_aggregation: constant")
+        if self.kl_coefficient > 0.0 and self.kl_estimator == "k1":
+            raise ValueError("kl_estimator: k1 in the loss has no useful gradient; write k2 or k3")
+        return self

@@ -1,0 +1,74 @@
+"""Where tasks come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Section
+
+
+class DatasetConfig(Section):
+    path: str | None = None
+    """A jsonl file, a directory that `datasets` can load, or a Hugging Face dataset name."""
+    generator: str | None = None
+    """Instead of `path`: the import path (`package.module:function`) of a function that yields rows.
+    It is called with `seed` and with `settings` as keyword arguments; it must be deterministic."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of the generator."""
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    id_field: str | None = None
+    """Column that names a task; left out, the row number does."""
+    shuffle: bool = True
+    """Draw tasks in a seeded random order, anew each pass. Evaluation never shuffles."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take only the first rows."""
+    seed: int = 0
+    """Seeds generator and order, together with `run.seed` for training data."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DatasetConfig:
+        if (self.path is None) == (self.generator is None):
+            raise ValueError("set exactly one of `path` (a jsonl file or a dataset name) and `generator` (module:function)")
+        return self
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    """Tasks to train on."""
+    evaluation: DatasetConfig | None = None
+    """Fixed tasks to evaluate on."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy (evaluation only)."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus; log-probabilities are renormalised over what is kept."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 is off. Log-probabilities are renormalised over what is kept."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Budget of one generation (one turn)."""
+    min_new_tokens: int = Field(default=0, ge=0)
+    """Stop tokens are not drawn before this many."""
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SamplingConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
+        return self
+
+
+class EvaluationConfig(Section):
+    at_start: bool = True
+    """Evaluate version 0 before training."""
+    at_end: bool = True
+    """Evaluate the last version after training."""
+    samples_per_task: int = Field(default=1, ge=1)
+    """Trajectories per task and sampling."""
+    samplings: dict[str, SamplingConfig] = {"greedy": SamplingConfig(temperature=0.0)}
+    """Named ways of sampling; each is a pass over the evaluation data."""

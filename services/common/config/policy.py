@@ -1,0 +1,88 @@
+"""What one policy is: its model, how it is trained, how its batches are made, how its weights travel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.base import Section
+from services.common.config.optimizer import OptimizerConfig
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A Hugging Face model directory or hub name. Left out only when `warm_start.policy` names this policy."""
+    context_length: int = Field(default=4096, ge=8)
+    """Prompt and response together never exceed this many tokens."""
+
+
+class BatchConfig(Section):
+    size: int = Field(default=256, ge=1)
+    """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per training step."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Largest age, in versions, of a trained sequence. Also bounds how many task groups are issued ahead."""
+    order: Literal["deadline", "fifo"] = "deadline"
+    """`deadline`: oldest version first. `fifo`: first complete, first trained."""
+    dynamic_sampling: bool = True
+    """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
+
+
+class TrainerConfig(Section):
+    port: int = Field(default=50071, ge=0, le=65535)
+    """Port of the trainer's StatusService; 0 takes a free one."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Processes that share the training (FSDP2)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer updates."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of forward and backward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    token_budget: int = Field(default=16384, ge=16)
+    """Tokens of one packed micro-batch. Changes memory and speed, never the gradient."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at once."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Training steps between durable checkpoints."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are removed."""
+    export_final: bool = True
+    """Write a Hugging Face safetensors export when the run ends."""
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads per rank on a CPU."""
+
+
+class WeightsConfig(Section):
+    publish_dtype: DTypeName = "bfloat16"
+    """Type in which versions are published. `float32` for small models on CPUs."""
+    transfer: Literal["full", "delta"] = "delta"
+    """`delta` sends what changed when that is smaller; every result is verified either way."""
+    full_every: int = Field(default=0, ge=0)
+    """With `delta`, send every n-th version in full; 0 is never."""
+    keep_versions: int = Field(default=2, ge=1)
+    """Snapshots kept by the publisher; one that is being read is never removed."""
+    port: int = Field(default=19861, ge=0, le=65535)
+    """Port of the publisher's WeightService; 0 takes a free one."""
+
+
+class PolicyConfig(Section):
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Loss and advantages."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    batch: BatchConfig = BatchConfig()
+    """How sequences become batches."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training processes."""
+    weights: WeightsConfig = WeightsConfig()
+    """How versions travel to the replicas."""

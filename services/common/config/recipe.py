@@ -1,0 +1,155 @@
+"""The recipe: everything a run needs, in one validated tree. No torch, no grpc: it loads in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.config.base import Section
+from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.policy import PolicyConfig
+from services.common.config.services import (
+    EnvGatewayConfig,
+    InferenceConfig,
+    LaunchConfig,
+    OrchestratorConfig,
+    RolloutConfig,
+    WarmStartConfig,
+    WorkflowConfig,
+)
+
+
+class RunConfig(Section):
+    id: str | None = None
+    """Name of the run and of its directory; left out, recipe name and time."""
+    dir: str = "runs"
+    """Directory that holds run directories."""
+    seed: int = Field(default=1, ge=0)
+    """Seeds data order, sampling and initial weights."""
+    steps: int = Field(default=100, ge=1)
+    """Training steps, each one published version."""
+
+
+class Recipe(Section):
+    """One run. Each key is documented under its field; `millrace check RECIPE` validates and prints it."""
+
+    name: str
+    """What the recipe is called."""
+    description: str = ""
+    """One line for people."""
+    run: RunConfig = RunConfig()
+    """The run as a whole."""
+    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    """The policies that are trained, by name."""
+    workflow: WorkflowConfig = WorkflowConfig()
+    """How policies and environment make rollouts."""
+    data: DataConfig
+    """Tasks."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How training rollouts are sampled."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How task groups are played."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How versions are evaluated."""
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """The orchestrator."""
+    inference: dict[str, InferenceConfig] = Field(default={"a": InferenceConfig()}, min_length=1)
+    """The inference services that `millrace run` starts on this node, by name. Others may join at any time."""
+    envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
+    """The environment gateway; null when the workflow needs none."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised training that makes the starting checkpoint, before the run."""
+    launch: LaunchConfig = LaunchConfig()
+    """How processes are started and stopped."""
+
+    @field_validator("policies", "inference")
+    @classmethod
+    def _plain_names(cls, value: dict[str, Section]) -> dict[str, Section]:
+        for name in value:
+            if not name.replace("_", "").replace("-", "").isalnum():
+                raise ValueError(f"{name!r} is no plain name: use letters, digits, '-' and '_'")
+        return value
+
+    @model_validator(mode="after")
+    def _whole(self) -> Recipe:
+        self._check_policies_are_served()
+        self._check_models()
+        self._check_batches()
+        self._check_ports()
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0")
+        if self.data.evaluation is None and (self.evaluation.at_start or self.evaluation.at_end):
+            raise ValueError(
+                "evaluation is on but data.evaluation is missing: name a dataset there, "
+                "or set evaluation.at_start and evaluation.at_end to false"
+            )
+        return self
+
+    def _check_policies_are_served(self) -> None:
+        for name, service in self.inference.items():
+            for policy in service.policies:
+                if policy not in self.policies:
+                    raise ValueError(
+                        f"inference.{name}.policies names {policy!r}, which is no policy of this recipe; "
+                        f"write one of {sorted(self.policies)}"
+                    )
+        for policy in self.policies:
+            if not any(not s.policies or policy in s.policies for s in self.inference.values()):
+                raise ValueError(f"no inference service serves policy {policy!r}: add it to inference.<name>.policies")
+
+    def _check_models(self) -> None:
+        if self.warm_start and self.warm_start.policy not in self.policies:
+            raise ValueError(
+                f"warm_start.policy names {self.warm_start.policy!r}, which is no policy of this recipe; "
+                f"write one of {sorted(self.policies)}"
+            )
+        made = self.warm_start.policy if self.warm_start else None
+        for name, policy in self.policies.items():
+            if policy.model.path is None and name != made:
+                raise ValueError(f"policies.{name}.model.path is missing: write a model directory or a hub name")
+            if self.sampling.max_new_tokens >= policy.model.context_length:
+                raise ValueError(
+                    f"sampling.max_new_tokens ({self.sampling.max_new_tokens}) leaves no room for a prompt in "
+                    f"policies.{name}.model.context_length ({policy.model.context_length})"
+                )
+
+    def _check_batches(self) -> None:
+        for name, policy in self.policies.items():
+            if policy.batch.minibatches > policy.batch.size:
+                raise ValueError(
+                    f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
+                    f"({policy.batch.size}): a minibatch needs at least one sequence"
+                )
+            if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
+                raise ValueError(
+                    f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "
+                    "set dynamic_sampling to false, or group_size to 2 or more"
+                )
+
+    def _check_ports(self) -> None:
+        ports: dict[int, str] = {}
+        for where, port in self._ports():
+            if port and port in ports:
+                raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
+            ports[port] = where
+
+    def _ports(self) -> list[tuple[str, int]]:
+        ports = [("orchestrator.port", self.orchestrator.port)]
+        ports += [(f"inference.{name}.port", service.port) for name, service in self.inference.items()]
+        if self.envgateway:
+            ports.append(("envgateway.port", self.envgateway.port))
+        for name, policy in self.policies.items():
+            ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
+            ports.append((f"policies.{name}.weights.port", policy.weights.port))
+        return ports
+
+    def model_path(self, policy: str, run_dir: Path) -> str:
+        """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""
+        path = self.policies[policy].model.path
+        return path if path is not None else str(warm_start_dir(run_dir, policy))
+
+
+def warm_start_dir(run_dir: Path, policy: str) -> Path:
+    """Where the warm start writes the starting checkpoint of a policy."""
+    return run_dir / "warm_start" / policy

@@ -1,0 +1,155 @@
+"""Settings of the processes of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.common.config.base import Section
+
+
+class RolloutConfig(Section):
+    group_size: int = Field(default=8, ge=1)
+    """Trajectories per task issue: a task group."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """A rollout that takes longer is a failure."""
+    infra_retries: int = Field(default=2, ge=0)
+    """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
+
+
+class WorkflowConfig(Section):
+    name: str = "single_turn"
+    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
+    settings: dict[str, Any] = {}
+    """Settings of the workflow; each workflow documents and checks its own."""
+
+
+class OrchestratorConfig(Section):
+    host: str = "127.0.0.1"
+    """Bind address. Only loopback is allowed."""
+    port: int = Field(default=50050, ge=0, le=65535)
+    """gRPC port; 0 takes a free one. Variable: ORCHESTRATOR_PORT."""
+    lease_s: float = Field(default=30.0, gt=0)
+    """A replica or trainer that does not report for this long has left."""
+    durability: Literal["process", "power"] = "process"
+    """`process`: what is acknowledged survives kill -9. `power`: also a power cut (fsync)."""
+    segment_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
+    """Journal segments are rolled at this size."""
+    min_free_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    """Below this much free disk nothing new is issued, and the run says so."""
+
+
+class ScriptedEngineConfig(Section):
+    script: str | None = None
+    """Import path of a function from a generation request to token ids; left out, seeded random tokens."""
+    tokens_per_s: float = Field(default=0.0, ge=0)
+    """Tokens per second of one request; 0 is as fast as possible."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Added to each generation."""
+    response_tokens: int = Field(default=64, ge=1)
+    """Length of a random response."""
+    vocabulary: int = Field(default=256, ge=2)
+    """Random token ids lie below this."""
+
+
+class InferenceConfig(Section):
+    host: str = "127.0.0.1"
+    """Bind address. Only loopback is allowed."""
+    port: int = Field(default=50061, ge=0, le=65535)
+    """gRPC port; 0 takes a free one."""
+    engine: Literal["torch", "scripted", "sglang"] = "torch"
+    """`torch`: embedded, CPU or one GPU. `scripted`: no model, for tests and simulations."""
+    policies: list[str] = []
+    """Policies that this service serves; empty means all."""
+    num_slots: int = Field(default=64, ge=1)
+    """Rollouts played at once."""
+    engine_slots: int | None = Field(default=None, ge=1)
+    """Requests generated at once by each engine; left out, as many as `num_slots`."""
+    kv_policy: Literal["recompute", "keep"] = "recompute"
+    """After a swap: recompute the KV cache (exact) or keep it (segments are marked `mixed_cache`)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which the engine computes."""
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads on a CPU."""
+    scripted: ScriptedEngineConfig = ScriptedEngineConfig()
+    """Settings of the scripted engine."""
+
+
+class SandboxConfig(Section):
+    allow_tier_0: bool = False
+    """Run code with resource limits only, without isolation, where nothing better works. Trusted code only!"""
+    num_slots: int = Field(default=4, ge=1)
+    """Programs run at once."""
+    wall_time_s: float = Field(default=5.0, gt=0)
+    """Largest wall-clock time of one program."""
+    cpu_time_s: float = Field(default=5.0, gt=0)
+    """Largest CPU time of one program and its children."""
+    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
+    """Largest memory of one program and its children together."""
+    num_processes: int = Field(default=16, ge=1)
+    """Most processes and threads of one program."""
+    output_bytes: int = Field(default=65536, ge=1)
+    """Bytes kept of each of stdout and stderr."""
+    file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
+    """Largest file that a program may write."""
+    queue_size: int = Field(default=4096, ge=1)
+    """Programs waiting for a slot, before callers are told to come back."""
+
+
+class MathRewardConfig(Section):
+    num_workers: int = Field(default=1, ge=1)
+    """Math-Verify processes; started on first use."""
+    timeout_s: float = Field(default=5.0, gt=0)
+    """A grading that takes longer is killed: a grader failure, not a wrong answer."""
+
+
+class EnvGatewayConfig(Section):
+    host: str = "127.0.0.1"
+    """Bind address. Only loopback is allowed."""
+    port: int = Field(default=50080, ge=0, le=65535)
+    """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Sandboxed execution."""
+    math: MathRewardConfig = MathRewardConfig()
+    """Math rewards."""
+    environments: dict[str, str] = {}
+    """More environments: name -> import path (`package.module:Class`)."""
+    max_episodes: int = Field(default=1024, ge=1)
+    """Episodes open at once."""
+    episode_lease_s: float = Field(default=300.0, gt=0)
+    """An episode without a step for this long is closed."""
+
+
+class WarmStartConfig(Section):
+    policy: str
+    """The policy whose starting checkpoint this makes."""
+    builder: str
+    """Import path of `build(directory: Path, seed: int, **settings) -> None`: writes model and tokenizer as a
+    Hugging Face directory."""
+    builder_settings: dict[str, Any] = {}
+    """Keyword arguments of the builder."""
+    dialogues: str
+    """Import path of a generator of dialogues (`{"messages": [{"role", "content"}, ...]}`), called with `seed` and
+    `dialogue_settings`; or a jsonl file of such rows."""
+    dialogue_settings: dict[str, Any] = {}
+    """Keyword arguments of the generator."""
+    steps: int = Field(default=120, ge=1)
+    """Optimizer updates."""
+    batch_size: int = Field(default=192, ge=1)
+    """Dialogues per update."""
+    learning_rate: float = Field(default=3e-3, gt=0)
+    """Peak of a cosine schedule."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW."""
+
+
+class LaunchConfig(Section):
+    ready_timeout_s: float = Field(default=180.0, gt=0)
+    """A process that is not healthy after this long stops the launch, with its last log lines."""
+    restarts: int = Field(default=3, ge=0)
+    """Times that a process killed by a signal is started again."""
+    stop_grace_s: float = Field(default=20.0, gt=0)
+    """A process that does not stop by itself within this is killed."""

@@ -1,0 +1,159 @@
+"""The exception tree, named after the boundary that broke.
+
+    MillraceError
+    ├── UserError                 the caller's or the recipe's mistake: fix it, do not retry
+    │   ├── InvalidRequestError       INVALID_REQUEST
+    │   ├── ConfigError               INVALID_CONFIG
+    │   ├── DatasetError              INVALID_DATASET
+    │   ├── PromptTooLongError        PROMPT_TOO_LONG
+    │   ├── UnknownPolicyError        UNKNOWN_POLICY
+    │   └── ModelMismatchError        MODEL_MISMATCH
+    ├── NotFoundError             EPISODE_NOT_FOUND, UNKNOWN_ENVIRONMENT, ... see ``reason``
+    │   ├── UnknownTaskGroupError     UNKNOWN_TASK_GROUP
+    │   ├── EpisodeNotFoundError      EPISODE_NOT_FOUND
+    │   └── UnknownEnvironmentError   UNKNOWN_ENVIRONMENT
+    ├── StateError                right request, wrong moment: do what the message says
+    │   ├── LeaseLostError            LEASE_LOST
+    │   ├── WeightsStaleError         WEIGHTS_STALE
+    │   ├── VersionConflictError      VERSION_CONFLICT
+    │   ├── VersionUnavailableError   VERSION_UNAVAILABLE
+    │   ├── BaseUnavailableError      BASE_VERSION_UNAVAILABLE
+    │   └── SandboxRefusedError       SANDBOX_REFUSED
+    ├── OffsetOutOfRangeError     OFFSET_OUT_OF_RANGE
+    ├── SupersededError           SUPERSEDED: newer work replaced this
+    ├── CapacityError             CAPACITY_EXHAUSTED: wait ``retry_after_s``, or choose another replica
+    ├── CorruptDataError          DIGEST_MISMATCH: a checksum does not match, fetch again in full
+    ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
+    └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
+
+Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
+compares the two lists. ``services.common.rpc.status`` turns these into gRPC statuses and back, from one table.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MillraceError(Exception):
+    """Base of all. ``metadata`` travels with the error over gRPC; values are strings."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **metadata: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+        self.metadata = metadata
+
+
+class UserError(MillraceError):
+    """The request or the recipe is wrong and always will be."""
+
+    reason = "INVALID_REQUEST"
+
+
+class InvalidRequestError(UserError):
+    reason = "INVALID_REQUEST"
+
+
+class ConfigError(UserError):
+    """A recipe that cannot run; the message has the path in the recipe and what to write instead."""
+
+    reason = "INVALID_CONFIG"
+
+
+class DatasetError(UserError):
+    """A dataset file or row that cannot be read; the message has file and row number."""
+
+    reason = "INVALID_DATASET"
+
+
+class PromptTooLongError(UserError):
+    reason = "PROMPT_TOO_LONG"
+
+
+class UnknownPolicyError(UserError):
+    reason = "UNKNOWN_POLICY"
+
+
+class ModelMismatchError(UserError):
+    """Checkpoint, tokenizer or peer belongs to another model."""
+
+    reason = "MODEL_MISMATCH"
+
+
+class NotFoundError(MillraceError):
+    reason = "NOT_FOUND"
+
+
+class UnknownTaskGroupError(NotFoundError):
+    reason = "UNKNOWN_TASK_GROUP"
+
+
+class EpisodeNotFoundError(NotFoundError):
+    reason = "EPISODE_NOT_FOUND"
+
+
+class UnknownEnvironmentError(NotFoundError):
+    reason = "UNKNOWN_ENVIRONMENT"
+
+
+class StateError(MillraceError):
+    reason = "WRONG_STATE"
+
+
+class LeaseLostError(StateError):
+    reason = "LEASE_LOST"
+
+
+class WeightsStaleError(StateError):
+    reason = "WEIGHTS_STALE"
+
+
+class VersionConflictError(StateError):
+    """Another digest for a number that the ledger already knows."""
+
+    reason = "VERSION_CONFLICT"
+
+
+class VersionUnavailableError(StateError):
+    reason = "VERSION_UNAVAILABLE"
+
+
+class BaseUnavailableError(StateError):
+    reason = "BASE_VERSION_UNAVAILABLE"
+
+
+class SandboxRefusedError(StateError):
+    """No isolation tier that the config allows works here; the message names the line to add."""
+
+    reason = "SANDBOX_REFUSED"
+
+
+class OffsetOutOfRangeError(MillraceError):
+    reason = "OFFSET_OUT_OF_RANGE"
+
+
+class SupersededError(MillraceError):
+    reason = "SUPERSEDED"
+
+
+class CapacityError(MillraceError):
+    reason = "CAPACITY_EXHAUSTED"
+
+
+class CorruptDataError(MillraceError):
+    reason = "DIGEST_MISMATCH"
+
+
+class DeadlineError(MillraceError):
+    """A named wait ran out; the message says which wait, how long, and who was waited for."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class InfrastructureError(MillraceError):
+    """A peer, a process or the machine failed. Retryable; never turned into a reward."""
+
+    reason = "INFRASTRUCTURE"

@@ -1,0 +1,232 @@
+"""The records that go round the ring: segments, sequences, trajectories, task groups.
+
+Plain frozen dataclasses over numpy arrays. This module knows nothing about gRPC, protobuf or torch;
+``services.common.serde`` converts to and from the wire, in pairs.
+
+Wrong-length lists cannot be written down: a segment is a run of consecutive tokens with *one* source and
+*one* weight version, so the loss mask is ``segment.source is TokenSource.POLICY`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+
+EMPTY_LOGPROBS: Logprobs = np.zeros(0, dtype=np.float32)
+
+
+class TokenSource(enum.StrEnum):
+    """Who wrote a run of tokens. Only policy tokens are trained."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+class StopReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # the policy ended its turn and the workflow was done
+    LENGTH = "length"  # the token budget or the context ran out
+    TURN_LIMIT = "turn_limit"  # the workflow's last allowed turn was used
+    ENVIRONMENT = "environment"  # the environment said the episode is over
+    ABORTED = "aborted"  # cancelled from outside
+
+
+class Purpose(enum.StrEnum):
+    """What a task group is for."""
+
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive tokens with one source and, for the policy, one weight version.
+
+    >>> Segment.environment([1, 2]).num_tokens
+    2
+    """
+
+    source: TokenSource
+    token_ids: TokenIds  # [num_tokens] int32
+    logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)  # [num_tokens] float32 for the policy, [0] else
+    weight_version: int = -1  # the version that computed these tokens; -1 for the environment
+    mixed_cache: bool = False  # sampled on a KV cache that older weights had computed in part
+
+    def __post_init__(self) -> None:
+        if self.source is TokenSource.POLICY:
+            if len(self.logprobs) != len(self.token_ids):
+                raise ValueError(f"policy segment has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probabilities")
+            if self.weight_version < 0:
+                raise ValueError(f"policy segment has weight version {self.weight_version}; it must be 0 or more")
+        elif len(self.logprobs):
+            raise ValueError("an environment segment carries no log-probabilities")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_policy(self) -> bool:
+        return self.source is TokenSource.POLICY
+
+    @classmethod
+    def environment(cls, token_ids: Seq[int] | TokenIds) -> Segment:
+        """Tokens that the policy read but did not write: prompt, tool results, observations."""
+        return cls(source=TokenSource.ENVIRONMENT, token_ids=np.asarray(token_ids, dtype=np.int32))
+
+    @classmethod
+    def policy(
+        cls,
+        token_ids: Seq[int] | TokenIds,
+        logprobs: Seq[float] | Logprobs,
+        weight_version: int,
+        mixed_cache: bool = False,
+    ) -> Segment:
+        """Tokens that the policy sampled, with their behaviour log-probabilities."""
+        return cls(
+            source=TokenSource.POLICY,
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            weight_version=weight_version,
+            mixed_cache=mixed_cache,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """What one policy said in one role and attempt, with what it read in between."""
+
+    policy: str
+    segments: tuple[Segment, ...]
+    reward: float
+    stop_reason: StopReason
+    role: str = "agent"
+    attempt: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. {"tool_calls": 2.0}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.segments if s.is_policy)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest weight version among the trained tokens; None when there is none."""
+        versions = [s.weight_version for s in self.segments if s.is_policy and s.num_tokens]
+        return min(versions) if versions else None
+
+    @property
+    def token_ids(self) -> TokenIds:  # [num_tokens]
+        return np.concatenate([s.token_ids for s in self.segments]) if self.segments else np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The record of one rollout: slot ``index`` of a task group."""
+
+    task_group_id: str
+    index: int
+    sequences: tuple[Sequence, ...]
+    reward: float  # the workflow's outcome, what evaluation averages
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    started_at: float = 0.0  # seconds since the epoch, on the replica's clock
+    finished_at: float = 0.0
+    replica_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFailure:
+    """Slot ``index`` ended without a trajectory: it has no reward, and its siblings go on."""
+
+    task_group_id: str
+    index: int
+    reason: str  # short and countable, e.g. "PromptTooLong", "InfrastructureError"
+    detail: str = ""
+    replica_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem. ``data`` is the dataset row, opaque to everything but workflow and reward."""
+
+    task_id: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. ``temperature == 0`` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGroupOrder:
+    """An order to a replica: play these slots of this task group."""
+
+    task_group_id: str
+    task: Task
+    indices: tuple[int, ...]  # the unresolved slots only
+    purpose: Purpose
+    sampling: Sampling
+    required_versions: Mapping[str, int] = field(default_factory=dict)  # evaluation: serve on exactly these
+    seed: int = 0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """An immutable, verified set of weights: (run, policy, number) with its digest."""
+
+    policy: str
+    number: int
+    digest: str  # "xxh3-128:<hex>" over the per-tensor digests
+    sources: tuple[str, ...] = ()  # addresses of WeightServices that can serve it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSequence:
+    """One sequence of a batch, with the statistics of its whole advantage group stamped on it."""
+
+    sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
+    sequence: Sequence
+    group_mean: float
+    group_std: float  # sample standard deviation (N - 1); 1 for a singleton
+    group_size: int
+    staleness: int  # versions, at batch assembly
+    minibatch: int
+    position: int  # order inside the minibatch, the same for any number of ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinibatchTotals:
+    """Global totals of one minibatch, over all ranks: the denominators of the loss."""
+
+    num_sequences: int
+    num_trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """One rank's share of the batch of one training step."""
+
+    policy: str
+    training_step: int  # starts from version training_step - 1, publishes version training_step
+    minibatches: tuple[MinibatchTotals, ...]
+    sequences: tuple[TrainingSequence, ...]  # of this rank, ordered by (minibatch, position)

@@ -1,0 +1,102 @@
+"""The ``Engine`` protocol: token ids in; token ids, behaviour log-probabilities and weight versions out.
+
+An engine serves one policy. It knows nothing about text, workflows, gRPC or where weights come from.
+
+Weight updates never drop what is being generated: ``update`` takes effect between two decoding steps, tokens
+keep the version that computed them, and by default the KV cache of live requests is recomputed, so that every
+log-probability equals a plain forward pass of the version named on its segment.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.common.types import Sampling, Segment
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # a stop token was sampled (it is the last token of the result)
+    LENGTH = "length"  # max_new_tokens, or the context, ran out
+    ABORTED = "aborted"
+
+
+class KvPolicy(enum.StrEnum):
+    """What happens to the KV cache of live requests when the weights change."""
+
+    RECOMPUTE = "recompute"  # exact: later tokens equal a forward pass of the new weights
+    KEEP = "keep"  # cheaper: later segments are marked ``mixed_cache``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """``sampling.max_new_tokens`` is the budget over interruptions and weight swaps alike."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What was sampled. ``segments`` are policy segments, one per run of tokens of one weight version."""
+
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [int(t) for s in self.segments for t in s.token_ids]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    ok: bool
+    detail: str
+    running: int  # requests in slots
+    waiting: int  # requests queued
+    free_slots: int
+    generated_tokens: int  # since start
+
+
+class Engine(Protocol):
+    """Raises ``PromptTooLongError`` when a prompt does not fit, ``InfrastructureError`` when the engine died."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one continuation. Cancelling the awaiting task aborts the request."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its ``generate`` returns what it has with ``FinishReason.ABORTED``."""
+        ...
+
+    async def pause(self) -> None:
+        """Return when no decoding step is running; requests stay where they are."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def update(self, weights: Mapping[str, Any], version: int) -> float:
+        """Load host tensors by Hugging Face name (tied weights once); returns seconds that decoding stood still.
+
+        Atomic between two decoding steps: no token is ever computed from a mixture. ``ModelMismatchError`` for a
+        missing name or another shape, before anything changes.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
+    @property
+    def version(self) -> int: ...
+
+    def health(self) -> EngineHealth: ...
+
+    async def stop(self) -> None: ...

@@ -1,0 +1,41 @@
+"""Policy losses, one short file each, and the dict that names them.
+
+To add one: a pure function ``(TokenBatch, AlgorithmConfig) -> PolicyLoss`` in a file of its own, its name in
+``services.common.config.algorithm.LossName``, and a line here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.trainer.algorithms.base import LossFunction
+from services.trainer.algorithms.cispo import cispo
+from services.trainer.algorithms.decoupled_ppo import decoupled_ppo
+from services.trainer.algorithms.gspo import gspo
+from services.trainer.algorithms.m2po import m2po
+from services.trainer.algorithms.ppo_clip import ppo_clip
+from services.trainer.algorithms.reinforce import reinforce
+from services.trainer.algorithms.tis import tis
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A loss and what the step must prepare for it."""
+
+    loss: LossFunction
+    needs_proximal: bool = False  # log-probabilities recomputed at step start
+    needs_trust_region: bool = False  # M2PO: second moments of the current policy over the whole minibatch
+    needs_keep_mask: bool = False  # m2po_mask: second moments of the proximal policy over the whole minibatch
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "m2po": Algorithm(m2po, needs_trust_region=True),
+    "m2po_mask": Algorithm(decoupled_ppo, needs_proximal=True, needs_keep_mask=True),
+    "ppo_clip": Algorithm(ppo_clip),
+    "grpo": Algorithm(ppo_clip),
+    "decoupled_ppo": Algorithm(decoupled_ppo, needs_proximal=True),
+    "tis": Algorithm(tis, needs_proximal=True),
+    "gspo": Algorithm(gspo),
+    "cispo": Algorithm(cispo),
+    "reinforce": Algorithm(reinforce),
+}
