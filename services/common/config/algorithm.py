@@ -60,7 +60,7 @@ class AlgorithmConfig(BaseModel):
     """Weight of the KL to the reference model in the loss; above 0 the trainer loads a reference model."""
 
     kl_estimator: KlEstimator = "k3"
-    """Per-token estimator of KL(policy || reference). k1 is unbiased as a value, but useless as a gradient."""
+    """Per-token estimator of KL(policy || reference). k1 is unbiased as a value, but its expected gradient is zero."""
 
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
@@ -98,6 +98,4 @@ class AlgorithmConfig(BaseModel):
             raise ValueError("loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens")
         if self.loss_aggregation != "constant" and self.constant_denominator is not None:
             raise ValueError("constant_denominator needs loss_aggregation: constant")
-        if self.kl_coefficient > 0.0 and self.kl_estimator == "k1":
-            raise ValueError("kl_estimator: k1 in the loss has no useful gradient; write k2 or k3")
         return self

@@ -40,7 +40,7 @@ class OptimizerConfig(BaseModel):
     """Updates over which the learning rate rises in a line from lr / (warmup_updates + 1)."""
 
     total_updates: int | None = Field(default=None, gt=0)
-    """Number of optimizer updates in the whole run; linear and cosine need it."""
+    """Number of optimizer updates that the schedule spans; left out, the whole run (steps * minibatches)."""
 
     final_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """Share of lr left at total_updates, and after it."""
@@ -49,11 +49,8 @@ class OptimizerConfig(BaseModel):
     def _check_combination(self) -> OptimizerConfig:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
-        if self.schedule != "constant":
-            if self.total_updates is None:
-                raise ValueError(f"schedule: {self.schedule} needs total_updates (training steps * minibatches)")
-            if self.total_updates <= self.warmup_updates:
-                raise ValueError(
-                    f"total_updates ({self.total_updates}) must be more than warmup_updates ({self.warmup_updates})"
-                )
+        if self.total_updates is not None and self.total_updates <= self.warmup_updates:
+            raise ValueError(
+                f"total_updates ({self.total_updates}) must be more than warmup_updates ({self.warmup_updates})"
+            )
         return self

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.optimizer import OptimizerConfig
 from services.common.config.policy import PolicyConfig
 from services.common.config.services import (
     EnvGatewayConfig,
@@ -129,12 +130,13 @@ class Recipe(Section):
 
     def _check_ports(self) -> None:
         ports: dict[int, str] = {}
-        for where, port in self._ports():
+        for where, port in self.ports():
             if port and port in ports:
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
 
-    def _ports(self) -> list[tuple[str, int]]:
+    def ports(self) -> list[tuple[str, int]]:
+        """Every port of the recipe with the key that sets it; 0 takes a free one."""
         ports = [("orchestrator.port", self.orchestrator.port)]
         ports += [(f"inference.{name}.port", service.port) for name, service in self.inference.items()]
         if self.envgateway:
@@ -143,6 +145,13 @@ class Recipe(Section):
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
         return ports
+
+    def optimizer(self, policy: str) -> OptimizerConfig:
+        """The optimizer of a policy, its schedule spanning the whole run unless the recipe says otherwise."""
+        section = self.policies[policy]
+        if section.optimizer.total_updates is not None:
+            return section.optimizer
+        return section.optimizer.model_copy(update={"total_updates": self.run.steps * section.batch.minibatches})
 
     def model_path(self, policy: str, run_dir: Path) -> str:
         """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""

@@ -1,0 +1,66 @@
+# One command per check, the same for people, hooks and CI. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# One OpenMP thread per process: several small processes share the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+RECIPE ?= recipes/quickstart
+SEED ?= 1
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## make .venv with everything the project needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Millrace needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@# torch first, alone: then no other package pulls a build with CUDA.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP) ## set up, train the calculator for a few minutes, draw the reward curve
+	$(BIN)/millrace run recipes/quickstart --set run.seed=$(SEED) --json
+
+run: $(STAMP) ## run RECIPE=recipes/...
+	$(BIN)/millrace run $(RECIPE)
+
+test: $(STAMP) ## set up and run every test
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu' -n 2
+	$(BIN)/python -m pytest -q -m 'slow and not gpu' -n 2
+
+test-fast: $(STAMP) ## the tests that take seconds
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu' -n 2
+
+test-gpu: $(STAMP) ## the tests that need a GPU
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: $(STAMP) ## ruff, mypy, import-linter, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+
+format: $(STAMP) ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write protos
+
+protos: $(STAMP) ## compile the protos into services/common/pb
+	$(BIN)/python protos/generate.py
+
+bench: $(STAMP) ## run every benchmark briefly
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+
+clean: ## remove the virtual environment, caches and runs
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: help install quickstart run test test-fast test-gpu lint format protos bench clean

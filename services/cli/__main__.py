@@ -1,0 +1,194 @@
+"""The ``millrace`` command: start, check, watch and read runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.common.errors import MillraceError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Asynchronous reinforcement learning for LLM agents.\n\n"
+    "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+RecipeArgument = Annotated[Path, typer.Argument(help="A recipe.yaml, or a directory that holds one.")]
+RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a setting, e.g. `--set run.steps=20`. May be repeated.")
+]
+AddressOption = Annotated[str, typer.Option("--orchestrator", help="Address of the orchestrator.")]
+DEFAULT_ADDRESS = "127.0.0.1:50050"
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe.yaml, or a directory that holds one.")] = None,
+    set_: SetOption = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory instead of starting a new run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object on the last line.")] = False,
+) -> None:
+    """Start a recipe's processes on this node, wait on their health, and show the run until it ends.
+
+    Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
+    """
+    from services.cli.run import headline, prepare, reopen
+    from services.cli.run import run as run_recipe
+    from services.common.config.loading import load_recipe
+    from services.common.errors import ConfigError
+
+    if (recipe is None) == (resume is None):
+        raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
+    if resume is not None:
+        resolved, run_dir = reopen(resume)
+    else:
+        resolved, run_dir = prepare(load_recipe(Path(str(recipe)), set_ or ()))
+    console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
+    outcome = run_recipe(resolved, run_dir, console)
+    if outcome.picture:
+        console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
+    console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(headline(outcome.summary)))
+    else:
+        for key, value in headline(outcome.summary).items():
+            console.print(f"  {key:>16}  {value}", highlight=False)
+
+
+@app.command()
+def check(recipe: RecipeArgument, set_: SetOption = None, show: Annotated[
+    bool, typer.Option("--show", help="Print the resolved recipe.")
+] = False) -> None:  # fmt: skip
+    """Validate a recipe and everything it names, without starting anything."""
+    from services.cli.check import check_recipe, describe
+    from services.common.config.loading import load_recipe
+
+    resolved = load_recipe(recipe, set_ or ())
+    check_recipe(resolved)
+    if show:
+        import yaml
+
+        typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    console.print(describe(resolved))
+
+
+@app.command()
+def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Where a run stands now."""
+    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.progress_view import render
+
+    answer = OrchestratorClient(address).get_run()
+    console.print(render(answer.progress, title=answer.run_id))
+    console.print(f"run directory: {answer.run_dir}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def watch(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Follow a run until it ends; Ctrl-C stops watching, not the run."""
+    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.progress_view import ProgressView
+
+    client = OrchestratorClient(address)
+    title = client.get_run().run_id
+    with ProgressView(console, title) as view:
+        for progress in client.watch():
+            view.show(progress)
+
+
+@app.command()
+def pause(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Issue no further tasks and start no further training step, until `millrace resume`."""
+    from services.cli.orchestrator_client import OrchestratorClient
+
+    OrchestratorClient(address).pause()
+    console.print("paused; go on with `millrace resume`")
+
+
+@app.command()
+def resume(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """Go on after `millrace pause`."""
+    from services.cli.orchestrator_client import OrchestratorClient
+
+    OrchestratorClient(address).resume()
+    console.print("going on")
+
+
+@app.command()
+def stop(address: AddressOption = DEFAULT_ADDRESS) -> None:
+    """End a run: trainers write a checkpoint and leave, replicas finish what they play."""
+    from services.cli.orchestrator_client import OrchestratorClient
+
+    OrchestratorClient(address).stop("millrace stop")
+    console.print("stopping")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are drawn on one picture.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the PNG.")] = None,
+) -> None:
+    """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
+    from services.cli.plot import plot_runs
+    from services.common.errors import ConfigError
+
+    target = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
+    if plot_runs(runs, target) is None:
+        raise ConfigError("no training step has finished yet: nothing to draw")
+    console.print(str(target), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def trajectories(
+    run: RunArgument,
+    last: Annotated[int, typer.Option(help="How many, counted from the newest.", min=1)] = 5,
+    group: Annotated[str | None, typer.Option(help="Only this task group.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
+) -> None:
+    """Read real conversations: what the policy wrote in green, what it read in grey."""
+    from services.cli.trajectories import read_trajectories, show
+
+    rows = read_trajectories(run, last=last, group=group, min_reward=min_reward, max_reward=max_reward)
+    if not rows:
+        console.print("no trajectory matches")
+    show(run, rows, console)
+
+
+@app.command()
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+) -> None:
+    """Train a recorded batch again, offline, from the checkpoint before it, and compare the weights with the ledger."""
+    from services.cli.replay import replay_step
+
+    console.print_json(json.dumps(replay_step(run, policy, step)))
+
+
+def main() -> None:
+    """Entry point: errors of ours are told in words, with exit code 2 for the user's and 1 for the rest."""
+    from services.cli.errors import Interrupted, exit_code, tell
+
+    try:
+        app(standalone_mode=True)
+    except MillraceError as error:
+        tell(error, errors)
+        raise SystemExit(exit_code(error)) from None
+    except Interrupted as interruption:
+        errors.print(str(interruption), soft_wrap=True)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Which processes a recipe needs on this node, with their command lines. Starts nothing."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.common.config.recipe import Recipe, warm_start_dir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process of a run."""
+
+    name: str
+    argv: tuple[str, ...]
+    address: str  # where its health service answers
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
+    """Every process of the run, orchestrator first. Start-up order does not matter: each waits for what it needs."""
+    orchestrator = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
+    specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
+    if recipe.envgateway is not None:
+        address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
+        specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
+    for name, service in recipe.inference.items():
+        specs.append(
+            _spec(
+                f"inference-{name}",
+                f"{service.host}:{service.port}",
+                *("services.inference", "--name", name, "--orchestrator", orchestrator),
+                threads=service.threads,
+            )
+        )
+    for name, policy in recipe.policies.items():
+        arguments = ("--policy", name, "--orchestrator", orchestrator, "--run-dir", str(run_dir))
+        ranks = policy.trainer.num_ranks
+        launcher = () if ranks == 1 else ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m")
+        specs.append(
+            _spec(
+                f"trainer-{name}",
+                f"127.0.0.1:{policy.trainer.port}",
+                *(*launcher, "services.trainer", *arguments),
+                threads=policy.trainer.threads,
+            )
+        )
+    return specs
+
+
+def warm_start_command(recipe: Recipe, run_dir: Path) -> ProcessSpec | None:
+    """The process that makes the starting checkpoint; None when there is none to make."""
+    if recipe.warm_start is None:
+        return None
+    threads = recipe.policies[recipe.warm_start.policy].trainer.threads
+    return _spec("warm-start", "", "services.trainer.warm_start", "--run-dir", str(run_dir), threads=threads)
+
+
+def with_free_ports(recipe: Recipe) -> Recipe:
+    """The same recipe with every port 0 replaced by a free one, so that the resolved recipe names real addresses."""
+    tree: dict[str, Any] = recipe.model_dump(mode="json")
+    sections = [tree["orchestrator"], *tree["inference"].values()]
+    sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
+    held: list[socket.socket] = []  # all held until the end, so that no two get the same
+    try:
+        for section in sections:
+            if section["port"] == 0:
+                listener = socket.socket()
+                listener.bind(("127.0.0.1", 0))
+                held.append(listener)
+                section["port"] = listener.getsockname()[1]
+    finally:
+        for listener in held:
+            listener.close()
+    return Recipe.model_validate(tree)
+
+
+def ports_in_use(recipe: Recipe) -> list[str]:
+    """The settings whose port somebody else holds on this machine, with what to do."""
+    problems = []
+    for where, port in recipe.ports():
+        if not port:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
+    return problems
+
+
+def starting_checkpoint_exists(recipe: Recipe, run_dir: Path) -> bool:
+    return recipe.warm_start is not None and (warm_start_dir(run_dir, recipe.warm_start.policy) / "config.json").exists()
+
+
+def _spec(name: str, address: str, module: str, *arguments: str, threads: int = 1) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, "-m", module, *arguments),
+        address=address,
+        env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
+    )

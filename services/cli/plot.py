@@ -1,0 +1,133 @@
+"""``millrace plot``: what happened in one run, or in several on one picture.
+
+Reads ``metrics/orchestrator.jsonl`` of each run directory, so it also works while a run is going and after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.common.errors import ConfigError
+
+Row = dict[str, Any]
+Points = list[tuple[float, float]]
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Rows of a run's metrics; raises ``ConfigError`` when the directory has none."""
+    path = run_dir / "metrics" / "orchestrator.jsonl"
+    if not path.exists():
+        raise ConfigError(f"{run_dir} has no metrics yet ({path.name} is missing): is it a run directory?")
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            rows.append(orjson.loads(line))
+        except orjson.JSONDecodeError:
+            continue  # the last line, while it is being written
+    return rows
+
+
+def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of training steps by policy; of a step told twice (after a recovery) the last counts."""
+    steps: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == "training_step":
+            steps[row["policy"]][row["step"]] = row
+    return {policy: [by_step[s] for s in sorted(by_step)] for policy, by_step in steps.items()}
+
+
+def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
+    """Draw the runs into a PNG; returns its path, or None when no run has finished a training step."""
+    runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
+    if not any(training_steps(rows) for rows in runs.values()):
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
+        for index, (name, rows) in enumerate(runs.items()):
+            _draw_run(axes, name, rows, color=f"C{index}", alone=len(runs) == 1)
+        for ax in axes.flat:
+            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(fontsize=8)
+        figure.suptitle(", ".join(runs), fontsize=12)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=110)
+        pyplot.close(figure)
+    return output
+
+
+_STYLE: dict[str, Any] = {
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "lines.linewidth": 1.8,
+}
+
+
+def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
+    for number, (policy, steps) in enumerate(training_steps(rows).items()):
+        label = policy if alone else f"{name} {policy}"
+        shade = f"C{number}" if alone else color
+        style = "-" if number == 0 or alone else "--"
+        _line(axes[0, 0], "reward", "training step", _series(steps, "reward_mean"), f"{label} train", shade, style)
+        _line(axes[0, 1], "response length (tokens)", "training step", _series(steps, "response_tokens_mean"), label, shade, style)
+        _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_mean"), f"{label} mean", shade, style)
+        _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_max"), f"{label} max", shade, ":")
+        _line(
+            *(axes[1, 2], "engine–trainer mismatch, mean |ℓ − b|", "training step"),
+            *(_series(steps, "trainer/mismatch_mean_abs"), label, shade, style),
+        )
+    _draw_evaluations(axes[0, 0], name, rows, color, alone)
+    throughput = [row for row in rows if row["kind"] == "throughput"]
+    start = rows[0]["time"] if rows else 0.0
+    prefix = "" if alone else f"{name} "
+    _line(axes[1, 0], "tokens per second", "seconds", _over_time(throughput, "tokens_per_s", start), f"{prefix}sampled", color, "-")
+    _line(axes[1, 1], "idle share", "seconds", _over_time(throughput, "trainer_idle_share", start), f"{prefix}trainer", color, "-")
+    _line(
+        *(axes[1, 1], "idle share", "seconds", _over_time(throughput, "replica_idle_share", start)),
+        *(f"{prefix}replicas", "C1" if alone else color, "--"),
+    )
+
+
+def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
+    """Evaluations as markers at the version that they measured, one line per sampling."""
+    by_sampling: dict[str, Points] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "evaluation" and row["versions"]:
+            by_sampling[row["name"].rpartition("/")[2]].append((max(row["versions"].values()), row["mean_reward"]))
+    for number, (sampling, points) in enumerate(sorted(by_sampling.items())):
+        points.sort()
+        ax.plot(
+            *([p[0] for p in points], [p[1] for p in points]),
+            marker="os^D"[number % 4],
+            linestyle=":",
+            color=f"C{number + 1}" if alone else color,
+            label=f"{'' if alone else name + ' '}evaluation {sampling}",
+        )
+
+
+def _line(ax: Any, title: str, xlabel: str, points: Points, label: str, color: str, style: str) -> None:
+    ax.set_title(title)
+    ax.set_xlabel(xlabel)
+    if points:
+        ax.plot([p[0] for p in points], [p[1] for p in points], style, color=color, label=label)
+
+
+def _series(steps: list[Row], key: str) -> Points:
+    return [(row["step"], row[key]) for row in steps if row.get(key) is not None]
+
+
+def _over_time(rows: list[Row], key: str, start: float) -> Points:
+    return [(row["time"] - start, row[key]) for row in rows if row.get(key) is not None]

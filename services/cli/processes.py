@@ -1,0 +1,171 @@
+"""Starts the processes of a run, watches them, and stops exactly what it started.
+
+Knows nothing about recipes: it is given ``ProcessSpec``s. A process killed by a signal is started again, a bounded
+number of times (every service resumes by itself); a process that exits with an error ends the run with its last words.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.cli.plan import ProcessSpec
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.process import DIE_WITH_PARENT
+
+log = structlog.get_logger()
+
+HEALTH_DEADLINE_S = 2.0
+POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class Running:
+    """A started process."""
+
+    spec: ProcessSpec
+    popen: subprocess.Popen[bytes]
+    restarts: int = 0
+
+
+class Processes:
+    """The processes of one run on this node."""
+
+    def __init__(self, run_dir: Path, max_restarts: int, stop_grace_s: float) -> None:
+        self._logs = run_dir / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._max_restarts = max_restarts
+        self._stop_grace_s = stop_grace_s
+        self._running: dict[str, Running] = {}
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._running[spec.name] = Running(spec, self._popen(spec))
+
+    def pids(self) -> dict[str, int]:
+        return {name: process.popen.pid for name, process in self._running.items()}
+
+    def run_to_end(self, spec: ProcessSpec, tick: Callable[[], None] = lambda: None) -> None:
+        """Run one process until it exits; raises ``InfrastructureError`` with its last words unless it exits with 0."""
+        self.start(spec)
+        process = self._running[spec.name].popen
+        while process.poll() is None:
+            tick()
+            time.sleep(POLL_S)
+        del self._running[spec.name]
+        if process.returncode != 0:
+            raise InfrastructureError(self._obituary(spec, process.returncode))
+
+    def wait_ready(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until every process says SERVING; raises ``DeadlineError`` naming who did not."""
+        deadline = time.monotonic() + timeout_s
+        pending = dict(self._running)
+        while pending:
+            self.watch()
+            for name in [n for n, p in pending.items() if is_serving(p.spec.address)]:
+                del pending[name]
+                log.info("process.ready", process=name)
+            if pending and time.monotonic() > deadline:
+                names = ", ".join(sorted(pending))
+                first = next(iter(pending.values()))
+                raise DeadlineError(
+                    f"{names} not ready after {timeout_s:g} s (launch.ready_timeout_s)\n{self._last_words(first.spec)}"
+                )
+            tick()
+            time.sleep(POLL_S)
+
+    def watch(self) -> set[str]:
+        """Restart what a signal killed, and return the names that exited with 0.
+
+        Raises ``InfrastructureError`` with the last words of a process that exited with an error or died too often.
+        """
+        finished = set()
+        for name, process in self._running.items():
+            code = process.popen.poll()
+            if code is None:
+                continue
+            if code == 0:
+                finished.add(name)
+            elif code < 0 and process.restarts < self._max_restarts:
+                process.restarts += 1
+                log.warning("process.restarted", process=name, signal=signal.Signals(-code).name, restart=process.restarts)
+                process.popen = self._popen(process.spec)
+            else:
+                raise InfrastructureError(self._obituary(process.spec, code))
+        return finished
+
+    def stop(self) -> None:
+        """SIGTERM to all, wait for the grace, SIGKILL to the process groups of those that stay."""
+        for process in self._running.values():
+            if process.popen.poll() is None:
+                process.popen.terminate()
+        deadline = time.monotonic() + self._stop_grace_s
+        for name, process in self._running.items():
+            try:
+                process.popen.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
+            # Also reaches children that outlived it: the group holds exactly what it started.
+            _kill_group(process.popen.pid)
+            process.popen.wait()
+        self._running.clear()
+
+    def _popen(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+        with open(self._logs / f"{spec.name}.stderr", "ab") as output:
+            process = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.env, DIE_WITH_PARENT: str(os.getpid())},
+                start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on, in order
+            )
+        log.info("process.started", process=spec.name, pid=process.pid)
+        return process
+
+    def _obituary(self, spec: ProcessSpec, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"{spec.name} {how}\n{self._last_words(spec)}"
+
+    def _last_words(self, spec: ProcessSpec, lines: int = 12) -> str:
+        path = self._logs / f"{spec.name}.stderr"
+        text = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        words = "\n".join(f"    {line}" for line in text[-lines:]) or "    (it wrote nothing)"
+        return f"  last lines of {path}:\n{words}"
+
+
+def is_serving(address: str) -> bool:
+    """Whether the health service at an address says SERVING."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S
+            )
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def children_cpu_seconds() -> float:
+    """User and system seconds of this process and of everything it started and waited for."""
+    usages: Sequence[resource.struct_rusage] = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
+    return sum(u.ru_utime + u.ru_stime for u in usages)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nobody of the group is left

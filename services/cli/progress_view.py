@@ -1,0 +1,120 @@
+"""Turns a run's progress into what a person reads: a live table on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from services.common.pb import run_pb2
+
+STATE_WORDS = {
+    run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
+    run_pb2.RUN_STATE_EVALUATING_START: "evaluating before training",
+    run_pb2.RUN_STATE_TRAINING: "training",
+    run_pb2.RUN_STATE_PAUSED: "paused",
+    run_pb2.RUN_STATE_EVALUATING_END: "evaluating after training",
+    run_pb2.RUN_STATE_FINISHED: "finished",
+    run_pb2.RUN_STATE_STOPPED: "stopped",
+}
+
+
+def state_word(state: int) -> str:
+    return STATE_WORDS.get(state, "unknown")  # type: ignore[call-overload,no-any-return]
+
+
+def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
+    """The whole run as one panel: policies, replicas, evaluations, who waits for whom."""
+    parts: list[RenderableType] = [_policies(progress), _replicas(progress)]
+    if progress.evaluations:
+        parts.append(evaluations_table(progress))
+    if progress.waits:
+        parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
+    if progress.counters:
+        shown = "  ".join(f"{name} {count}" for name, count in sorted(progress.counters.items()) if count)
+        parts.append(Text(f"  {shown}", style="dim"))
+    return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def _policies(progress: run_pb2.RunProgress) -> Table:
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("policy", "step", "", "reward", "staleness", "buffered", "expected", "trainer"):
+        table.add_column(column, justify="left" if column in ("policy", "trainer", "") else "right")
+    for policy in progress.policies:
+        table.add_row(
+            policy.policy,
+            f"{max(0, policy.version)}/{policy.num_steps}",
+            ProgressBar(total=policy.num_steps, completed=max(0, policy.version), width=24),
+            f"{policy.reward_mean:.3f}",
+            f"≤ {policy.staleness_max}",
+            str(policy.num_buffered),
+            str(policy.num_expected),
+            policy.trainer_state,
+        )
+    return table
+
+
+def _replicas(progress: run_pb2.RunProgress) -> Table:
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("replica", "rollouts", "tokens/s", "versions", "lease"):
+        table.add_column(column, justify="left" if column in ("replica", "versions") else "right")
+    for replica in progress.replicas:
+        table.add_row(
+            replica.replica_id + (" (draining)" if replica.draining else ""),
+            f"{replica.num_running}/{replica.num_slots}",
+            f"{replica.tokens_per_s:,.0f}",
+            " ".join(f"{policy}@{version}" for policy, version in sorted(replica.versions.items())),
+            f"{replica.lease_left_s:.0f} s",
+        )
+    return table
+
+
+def evaluations_table(progress: run_pb2.RunProgress) -> Table:
+    """Evaluations finished so far."""
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("evaluation", "mean reward", "trajectories", "failed"):
+        table.add_column(column, justify="left" if column == "evaluation" else "right")
+    for result in progress.evaluations:
+        table.add_row(result.name, f"{result.mean_reward:.3f}", str(result.num_trajectories), str(result.num_failed))
+    return table
+
+
+class ProgressView:
+    """Shows progress on a console until closed."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._last_line = ""
+        self._num_evaluations = 0
+
+    def __enter__(self) -> ProgressView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, progress: run_pb2.RunProgress) -> None:
+        if self._live:
+            self._live.update(render(progress, self._title), refresh=True)
+            return
+        for result in progress.evaluations[self._num_evaluations :]:
+            self._console.print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
+        self._num_evaluations = len(progress.evaluations)
+        line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
+        if line != self._last_line:
+            self._last_line = line
+            self._console.print(f"{state_word(progress.state)}: {line} | {progress.tokens_per_s:,.0f} tokens/s")
+
+
+def _line(policy: run_pb2.PolicyProgress) -> str:
+    # Only what changes with a step: one line per step, not one per poll.
+    step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
+    return f"{step} reward {policy.reward_mean:.3f} staleness ≤ {policy.staleness_max}"

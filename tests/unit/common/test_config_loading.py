@@ -1,0 +1,132 @@
+"""Recipes: extends, overrides, variables, and errors that name the path and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from services.common.config.loading import load_recipe, load_resolved, save_resolved, with_run_id
+from services.common.errors import ConfigError
+
+MINIMAL = """
+name: tiny
+policies:
+  model0:
+    model: {path: some/model}
+data:
+  train: {path: tasks.jsonl}
+evaluation: {at_start: false, at_end: false}
+"""
+
+
+def write(directory: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = directory / name
+    path.write_text(dedent(text))
+    return path
+
+
+def test_a_minimal_recipe_loads_with_defaults(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL))
+    assert recipe.name == "tiny"
+    assert recipe.policies["model0"].batch.max_staleness == 2
+    assert recipe.inference["a"].engine == "torch"
+
+
+def test_a_directory_stands_for_its_recipe(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL)
+    assert load_recipe(tmp_path).name == "tiny"
+
+
+def test_a_recipe_merges_over_its_base_key_by_key(tmp_path: Path) -> None:
+    write(tmp_path, MINIMAL, "base.yaml")
+    recipe = load_recipe(
+        write(
+            tmp_path,
+            """
+            extends: base.yaml
+            name: child
+            policies: {model0: {batch: {size: 7, minibatches: 1}}}
+            """,
+        )
+    )
+    assert recipe.name == "child"
+    assert recipe.policies["model0"].batch.size == 7
+    assert recipe.policies["model0"].model.path == "some/model"
+
+
+def test_paths_with_a_leading_dot_are_relative_to_their_file(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL.replace("tasks.jsonl", "./tasks.jsonl")))
+    assert recipe.data.train.path == str(tmp_path / "tasks.jsonl")
+
+
+def test_overrides_win_over_files_and_variables_over_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "inference: {a: {port: 1111}}\n")
+    recipe = load_recipe(path, ["run.steps=3", "inference.a.port=2222"], {"INFERENCE_A_PORT": "3333"})
+    assert recipe.run.steps == 3
+    assert recipe.inference["a"].port == 3333
+
+
+def test_the_schedule_spans_the_run_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    overrides = ["run.steps=5", "policies.model0.batch.minibatches=2"]
+    assert load_recipe(path, overrides).optimizer("model0").total_updates == 10
+    overrides.append("policies.model0.optimizer.total_updates=99")
+    assert load_recipe(path, overrides).optimizer("model0").total_updates == 99
+
+
+def test_a_resolved_recipe_reads_back_the_same(tmp_path: Path) -> None:
+    recipe = with_run_id(load_recipe(write(tmp_path, MINIMAL)))
+    save_resolved(recipe, tmp_path / "run")
+    assert load_resolved(tmp_path / "run") == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "path_and_advice"),
+    [
+        ("run.stepz=3", ("run.stepz", "did you mean 'steps'")),
+        ("run.steps=many", ("run.steps", "'many'", "integer")),
+        ("run=3", ("run", "keys and values")),
+        ("policies.model0.batch.size=0", ("policies.model0.batch.size", "greater than or equal to 1")),
+        ("policies.model0.optimzer.lr=1", ("policies.model0.optimzer", "did you mean 'optimizer'")),
+        ("policies.model0.algorithm.name=ppoo", ("policies.model0.algorithm.name", "'m2po'")),
+        ("policies.model0.model.path=null", ("policies.model0.model.path", "write a model directory")),
+        ("inference.a.policies=[modelX]", ("inference.a.policies", "'modelX'", "['model0']")),
+        ("sampling.temperature=0", ("sampling.temperature", "above 0")),
+        ("data.train.generator=a.b:c", ("data.train", "exactly one")),
+        ("evaluation.at_end=true", ("data.evaluation", "at_end to false")),
+        ("rollout.group_size=1", ("dynamic_sampling", "group_size to 2")),
+        ("policies.model0.batch.minibatches=1000", ("batch.minibatches", "(1000)", "(256)")),
+        ("orchestrator.port=50061", ("inference.a.port", "orchestrator.port", "another port")),
+        ("sampling.max_new_tokens=9999", ("sampling.max_new_tokens", "context_length")),
+    ],
+)
+def test_a_broken_recipe_is_told_by_path_and_remedy(
+    tmp_path: Path, override: str, path_and_advice: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), [override], {})
+    for expected in path_and_advice:
+        assert expected in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("extends: nowhere.yaml\n", "does not exist"),
+        ("extends: recipe.yaml\n", "extends itself"),
+        ("- a list\n", "holds no mapping"),
+        ("name: [unclosed\n", "not valid YAML"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=advice) as caught:
+        load_recipe(path)
+    assert path.name in caught.value.message
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recipe at"):
+        load_recipe(tmp_path / "nothing")
