@@ -48,7 +48,8 @@ def m2po(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
 
 def binding_second_moments(d: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """m = d^2 over S, the masked tokens whose update would leave the region. [num_tokens] each -> [|S|]"""
-    return d[mask & (advantages * d > 0)].square()
+    binds = ((advantages > 0) & (d > 0)) | ((advantages < 0) & (d < 0))
+    return d[mask & binds].square()
 
 
 def trust_region(second_moments: torch.Tensor, threshold: float) -> TrustRegion:

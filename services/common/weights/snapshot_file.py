@@ -1,0 +1,256 @@
+"""Snapshots: immutable weight versions in named, memory-mapped files, normally in /dev/shm.
+
+A file is written under a hidden name, sealed (digests, manifest) and renamed, so a name that can be seen holds a
+whole version. The name has run, policy, version and the writer's pid; who uses a file holds a shared ``flock``, so
+``sweep_orphans`` removes exactly the files whose writer is dead and that nobody uses. Space is reserved before the
+first byte, so a full /dev/shm is an error here, not a bus error later. A mapping outlives its file's name.
+
+Layout: magic, size of the manifest, manifest (JSON), padding to a page, tensors at their manifest offsets.
+Knows nothing about torch, gRPC, or which versions to keep.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import orjson
+
+from services.common.errors import CorruptDataError, InfrastructureError
+from services.common.weights.digest import tensor_digest
+from services.common.weights.dtypes import Bits, element_type
+from services.common.weights.manifest import Manifest, TensorEntry, TensorSpec, lay_out, with_digest
+
+DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
+
+_PREFIX = "millrace"
+_SUFFIX = "weights"
+_MAGIC = b"MRWEIGHT"
+_HEADER = struct.Struct("<8sQ")  # magic, bytes of the manifest
+_PAGE = 4096
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+
+class SnapshotSpaceError(InfrastructureError):
+    """No configured directory has room for a snapshot."""
+
+
+def snapshot_name(run_id: str, policy: str, version: int, pid: int) -> str:
+    """The file name; run and policy are quoted so that the dots between the parts stay the only ones."""
+    run, name = (quote(part, safe="").replace(".", "%2E") for part in (run_id, policy))
+    return f"{_PREFIX}.{run}.{name}.{version}.{pid}.{_SUFFIX}"
+
+
+class SnapshotWriter:
+    """One version being written. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``) removes it."""
+
+    def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int) -> None:
+        self.path = path  # the final name, which appears with ``seal``
+        self._manifest = manifest
+        self._reserved = reserved
+        self._fd = file_descriptor
+        self._map = mmap.mmap(file_descriptor, reserved + manifest.size_bytes)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        run_id: str,
+        policy: str,
+        version: int,
+        specs: Iterable[TensorSpec],
+        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+    ) -> SnapshotWriter:
+        """Reserve the file in the first directory with room; ``SnapshotSpaceError`` names what each one lacks."""
+        # All digests have one length, so the manifest's size is known before the data.
+        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=lay_out(specs))
+        reserved = -(-(_HEADER.size + len(orjson.dumps(draft.to_json()))) // _PAGE) * _PAGE
+        complaints = []
+        for directory in directories:
+            path = directory / snapshot_name(run_id, policy, version, os.getpid())
+            hidden = _hidden(path)
+            try:
+                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                complaints.append(f"{directory}: {error.strerror}")
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                os.posix_fallocate(descriptor, 0, reserved + draft.size_bytes)
+            except OSError as error:
+                os.close(descriptor)
+                hidden.unlink(missing_ok=True)
+                if error.errno not in _NO_SPACE:
+                    raise
+                complaints.append(f"{directory}: {error.strerror} ({_free_bytes(directory)} bytes free)")
+                continue
+            return cls(path, draft, reserved, descriptor)
+        raise SnapshotSpaceError(
+            f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
+            "Free memory there, keep fewer versions, or name another snapshot directory"
+        )
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self._manifest.tensors
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat, writable array of one tensor's bits. Let go of it before ``seal``."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
+
+    def seal(self) -> Manifest:
+        """Digest what was written, make it visible under its name, and let go of it. Nobody changes it afterwards."""
+        entries = [with_digest(entry, tensor_digest(self.bits(entry))) for entry in self.tensors]
+        manifest = Manifest.of(
+            run_id=self._manifest.run_id, policy=self._manifest.policy, version=self._manifest.version, tensors=entries
+        )
+        encoded = orjson.dumps(manifest.to_json())
+        self._map[: _HEADER.size + len(encoded)] = _HEADER.pack(_MAGIC, len(encoded)) + encoded
+        os.rename(_hidden(self.path), self.path)
+        os.close(self._fd)
+        return manifest
+
+    def abandon(self) -> None:
+        """Remove what was begun."""
+        _hidden(self.path).unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def __enter__(self) -> SnapshotWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abandon()
+
+
+class Snapshot:
+    """A sealed version, mapped read-only. ``lease`` it while reading; ``retire`` removes it after the last lease."""
+
+    def __init__(self, path: Path) -> None:
+        """``CorruptDataError`` when the file is no snapshot, ``OSError`` when there is none."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            self.manifest, start = _read_manifest(self._map, path)
+        except (OSError, ValueError, CorruptDataError) as error:
+            os.close(self._fd)
+            raise error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}") from error
+        self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
+        self._leases = 0
+        self._retired = False
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat array of one tensor's bits; read-only."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self.data, dtype=kind, count=entry.num_elements, offset=entry.offset)
+
+    @property
+    def num_leases(self) -> int:
+        return self._leases
+
+    def lease(self) -> None:
+        if self._retired and not self._leases:
+            raise ValueError(f"{self.path} was removed and cannot be leased")
+        self._leases += 1
+
+    def release(self) -> None:
+        self._leases -= 1
+        assert self._leases >= 0, "released more often than leased"
+        if self._retired and not self._leases:
+            self._remove()
+
+    def retire(self) -> None:
+        """No longer wanted: removed now, or with the last lease."""
+        if not self._retired:
+            self._retired = True
+            if not self._leases:
+                self._remove()
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)  # the mapping goes when the last array over it goes
+
+
+def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:
+    """Remove snapshots, sealed or not, whose writer is dead and that no process has open; returns what was removed."""
+    removed = []
+    for directory in directories:
+        for pattern in (f"{_PREFIX}.*.{_SUFFIX}", f".{_PREFIX}.*.{_SUFFIX}"):
+            for path in directory.glob(pattern):
+                pid = path.name.split(".")[-2]
+                if pid.isdigit() and not _is_alive(int(pid)) and _is_unused(path):
+                    path.unlink(missing_ok=True)
+                    removed.append(path)
+    return removed
+
+
+def remove_own(run_id: str, policy: str, directories: Iterable[Path] = DEFAULT_DIRECTORIES, pid: int | None = None) -> None:
+    """Remove every snapshot of this run and policy that this process (or ``pid``) wrote: the last act of a writer."""
+    ending = snapshot_name(run_id, policy, 0, os.getpid() if pid is None else pid)
+    head, _, tail = ending.rpartition(f".0.{ending.split('.')[-2]}.")
+    for directory in directories:
+        for path in directory.glob(f"*{_PREFIX}.*"):
+            parts = path.name.lstrip(".").split(".")
+            if ".".join(parts[:3]) == head and parts[-2:] == [ending.split(".")[-2], tail]:
+                path.unlink(missing_ok=True)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
+def _read_manifest(mapped: mmap.mmap, path: Path) -> tuple[Manifest, int]:
+    if len(mapped) < _HEADER.size:
+        raise CorruptDataError(f"{path}: too short for a snapshot")
+    magic, size = _HEADER.unpack(mapped[: _HEADER.size])
+    start = -(-(_HEADER.size + size) // _PAGE) * _PAGE
+    if magic != _MAGIC or start > len(mapped):
+        raise CorruptDataError(f"{path}: not a snapshot")
+    try:
+        manifest = Manifest.from_json(orjson.loads(mapped[_HEADER.size : _HEADER.size + size]))
+    except orjson.JSONDecodeError as error:
+        raise CorruptDataError(f"{path}: broken manifest: {error}") from error
+    if start + manifest.size_bytes > len(mapped):
+        raise CorruptDataError(f"{path}: {start + manifest.size_bytes - len(mapped)} bytes are missing")
+    return manifest, start
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether no process, in this or another pid namespace, has the file open."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(directory: Path) -> int:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,123 @@
+"""What a freshly forked child gives up before it runs a stranger's program, per tier.
+
+    1   slot user, hard rlimits, seccomp, Landlock where the kernel has it        (root; uid keeps slots apart)
+    U   user, network, ipc and uts namespaces, rlimits, seccomp, Landlock         (not root; Landlock keeps files apart)
+    0   rlimits; seccomp and Landlock where they work, promised to nobody
+
+The supervisor's own limits (wall time, CPU and memory over the tree, output) come on top and trust none of this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+from dataclasses import dataclass
+
+from . import landlock, seccomp
+
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_NEW_USER, _NEW_NET, _NEW_IPC, _NEW_UTS = 0x10000000, 0x40000000, 0x08000000, 0x04000000
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+RLIMIT_MSGQUEUE = 12  # the resource module does not name it
+
+# Shared libraries and data that an import may need; the interpreter's own tree is added by the zygote.
+_SYSTEM_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo",
+                    "/etc/ld.so.cache", "/etc/localtime")  # fmt: skip
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+@dataclass(frozen=True)
+class ChildLimits:
+    """The rlimits of one run. They back up the supervisor's limits and are never the only ones."""
+
+    cpu_s: float
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+    open_files: int
+    mark: int  # the hard RLIMIT_MSGQUEUE, which says whose process this is where the user does not
+
+
+class Confinement:
+    """Prepared once per zygote and slot; ``apply`` runs in the child and cannot be undone."""
+
+    def __init__(self, tier: str, slot_dirs: list[str], readable: list[str]) -> None:
+        self._tier = tier
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._filtered = seccomp.is_supported()
+        if not self._filtered and tier != "0":
+            raise OSError(f"tier {tier} needs seccomp, whose numbers are not known for {os.uname().machine}")
+        abi = landlock.abi_version()
+        if tier == "U" and not abi:
+            raise OSError("tier U needs Landlock, which this kernel does not offer")
+        # one rule set a slot: the slot's directory is never removed, only the work dir in it
+        self._rulesets = (
+            [landlock.create_ruleset(abi, [*_SYSTEM_READABLE, *readable], [path], _DEVICES) for path in slot_dirs]
+            if abi
+            else []
+        )
+
+    def prepare_parent(self) -> None:
+        """In the fork server, last: from now on neither it nor its children can do what none of them needs."""
+        if not self._filtered:
+            return
+        try:
+            seccomp.refuse_common(keep_unshare=self._tier == "U")
+        except OSError:
+            if self._tier != "0":
+                raise
+            self._filtered = False
+
+    def apply(self, slot: int, uid: int, limits: ChildLimits, parent: int) -> None:
+        if self._tier == "U":
+            self._enter_namespaces()
+        self._set_limits(limits)
+        if self._tier == "1":
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+        # after the change of uid, which clears it; the zygote may have died in between
+        self._libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+        if self._libc.prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+        if self._rulesets:
+            landlock.restrict_self(self._rulesets[slot])
+        if self._filtered and self._tier != "1":
+            seccomp.refuse_for_child()
+
+    def _set_limits(self, limits: ChildLimits) -> None:
+        def both(what: int, value: int) -> None:
+            hard = resource.getrlimit(what)[1]  # root in a container may not raise limits either
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(what, (value, value))
+
+        cpu = int(limits.cpu_s) + 2
+        both(resource.RLIMIT_CPU, cpu)
+        # Address space is not memory: a generous backstop for what grows faster than the supervisor looks.
+        both(resource.RLIMIT_AS, 4 * limits.memory_bytes + (1 << 30))
+        both(resource.RLIMIT_FSIZE, limits.file_bytes)
+        both(resource.RLIMIT_NOFILE, limits.open_files)
+        both(resource.RLIMIT_CORE, 0)
+        both(resource.RLIMIT_MEMLOCK, 0)
+        if self._tier != "1":
+            resource.setrlimit(RLIMIT_MSGQUEUE, (0, limits.mark))
+        # The count is per user, so without a slot user of its own it would count the whole gateway.
+        if self._tier != "0":
+            both(resource.RLIMIT_NPROC, limits.processes)
+
+    def _enter_namespaces(self) -> None:
+        uid, gid = os.getuid(), os.getgid()
+        if self._libc.unshare(_NEW_USER | _NEW_NET | _NEW_IPC | _NEW_UTS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        # A new user namespace starts with every capability over itself.
+        header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+        if self._libc.syscall(_CAPSET[os.uname().machine], header, b"\0" * 24):
+            raise OSError(ctypes.get_errno(), "capset")

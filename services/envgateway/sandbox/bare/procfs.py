@@ -1,0 +1,105 @@
+"""Reading /proc: the tree below a process, what it uses, and the mark of a slot.
+
+Knows nothing about runs. Every function takes a process that may be gone by the time it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Usage(NamedTuple):
+    """Of a set of live processes; ``cpu_s`` includes the children that they have waited for."""
+
+    processes: int
+    cpu_s: float
+    resident_bytes: int
+
+
+def _read(path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:  # the process has ended
+        return b""
+    try:
+        return os.read(fd, 65536)
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+# Whether this kernel lists children (CONFIG_PROC_CHILDREN); without them every look is a scan of /proc.
+_HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def _parent(pid: int) -> int:
+    data = _read(f"/proc/{pid}/stat")
+    fields = data[data.rfind(b")") + 2 :].split()
+    return int(fields[1]) if len(fields) > 1 else -1
+
+
+def children(pid: int) -> list[int]:
+    """Direct children, of all threads."""
+    if not _HAS_CHILDREN_FILES:
+        return [other for other in all_pids() if _parent(other) == pid]
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    found: list[int] = []
+    for thread in threads:
+        found.extend(map(int, _read(f"/proc/{pid}/task/{thread}/children").split()))
+    return found
+
+
+def descendants(roots: Iterable[int]) -> list[int]:
+    """The roots and everything below them."""
+    seen: dict[int, None] = {}
+    pending = list(roots)
+    while pending:
+        pid = pending.pop()
+        if pid not in seen:
+            seen[pid] = None
+            pending.extend(children(pid))
+    return list(seen)
+
+
+def usage(pids: Iterable[int]) -> Usage:
+    processes, ticks, pages = 0, 0, 0
+    for pid in pids:
+        data = _read(f"/proc/{pid}/stat")
+        fields = data[data.rfind(b")") + 2 :].split()
+        if len(fields) < 22:
+            continue
+        # a zombie keeps its accounted time until it is reaped, and holds no memory
+        processes += fields[0] != b"Z"
+        ticks += int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+        pages += int(fields[21])
+    return Usage(processes, ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
+
+
+def user(pid: int) -> int:
+    """The real uid; -1 when the process is gone. (Who owns /proc/<pid> says less: root, for what may not be dumped.)"""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[1])
+    return -1
+
+
+def mark(pid: int) -> int:
+    """The hard RLIMIT_MSGQUEUE, which the sandbox sets to say whose process this is; -1 when unknown."""
+    for line in _read(f"/proc/{pid}/limits").splitlines():
+        if line.startswith(b"Max msgqueue size"):
+            hard = line.split()[4]
+            return int(hard) if hard.isdigit() else -1
+    return -1
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]

@@ -1,0 +1,176 @@
+"""A seccomp filter for sandboxed Python: no network, no ptrace, no mount, no exec, no signals to others.
+
+Knows system call numbers of x86_64 and aarch64 and how to assemble classic BPF; knows nothing about slots or limits.
+It is a list of refusals on top of default allow: uid, Landlock and rlimits carry what a program may do with files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+SECCOMP_MODE_FILTER = 2
+
+_RET_ALLOW = 0x7FFF0000
+_RET_ERRNO = 0x00050000
+_RET_KILL_PROCESS = 0x80000000
+_LD_W_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1 = 0, 4, 16, 24
+_RLIMIT_MSGQUEUE = 12
+
+# CLONE_NEW* (namespaces) and CLONE_PARENT, which would make a grandchild look like the zygote's own child.
+_CLONE_REFUSED = 0x7E020000 | 0x00008000
+
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+# name: (x86_64, aarch64); -1 where the architecture has no such call.
+_REFUSED: dict[str, tuple[int, int]] = {
+    # network; socketpair stays: it reaches nobody, and asyncio needs it
+    "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200),
+    "listen": (50, 201), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # signals to others, other processes' memory and descriptors (kill and tgkill are filtered by argument)
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448),
+    # other programs
+    "execve": (59, 221), "execveat": (322, 281),
+    # mounts, namespaces, the kernel
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), 
+    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "keyctl": (250, 219),
+    "add_key": (248, 217), "request_key": (249, 218), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
+    "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "sethostname": (170, 161), "setdomainname": (171, 162), "personality": (135, 92),
+    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
+    "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "mknod": (133, -1), "mknodat": (259, 33),
+    # memory that outlives the process or counts in no resident set
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semctl": (66, 191), "msgget": (68, 186), "msgctl": (71, 187),
+    "mq_open": (240, 180), "mq_unlink": (241, 181),
+    # scheduling
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "setpriority": (141, 140), "ioprio_set": (251, 30),
+}
+# Filtered by argument, or only in children.
+_ARGUMENT_FILTERED = {
+    "kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261),
+    "setrlimit": (160, 164), "unshare": (272, 97),
+}
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def _instruction(code: int, k: int, jump_true: int = 0, jump_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, jump_true, jump_false, k & 0xFFFFFFFF)
+
+
+def machine() -> str:
+    """The architecture's name as this module spells it; may be one that it does not know."""
+    return os.uname().machine
+
+
+def is_supported() -> bool:
+    return machine() in _ARCHITECTURES
+
+
+def _numbers(table: dict[str, tuple[int, int]]) -> dict[str, int]:
+    column = list(_ARCHITECTURES).index(machine())
+    return {name: numbers[column] for name, numbers in table.items() if numbers[column] >= 0}
+
+
+_REFUSE = _instruction(_RET, _RET_ERRNO | errno.EPERM)
+_ALLOW = _instruction(_RET, _RET_ALLOW)
+
+
+def _common_filter(keep_unshare: bool) -> bytes:
+    """What no process of the sandbox needs once it is up, fork server and children alike."""
+    number = _numbers(_ARGUMENT_FILTERED)
+    parts = [
+        _instruction(_LD_W_ABS, _OFFSET_ARCH),
+        _instruction(_JEQ, _ARCHITECTURES[machine()], 1, 0),
+        _instruction(_RET, _RET_KILL_PROCESS),
+        _instruction(_LD_W_ABS, _OFFSET_NR),
+    ]
+    if machine() == "x86_64":  # the x32 calling convention would slip past the numbers below
+        parts += [_instruction(_JGE, 0x40000000, 0, 1), _instruction(_RET, _RET_ERRNO | errno.ENOSYS)]
+    for refused in _numbers(_REFUSED).values():
+        parts += [_instruction(_JEQ, refused, 0, 1), _REFUSE]
+    if not keep_unshare:
+        parts += [_instruction(_JEQ, number["unshare"], 0, 1), _REFUSE]
+    parts += [
+        # glibc falls back to clone, whose flags can be read here; clone3 takes them from memory
+        _instruction(_JEQ, number["clone3"], 0, 1),
+        _instruction(_RET, _RET_ERRNO | errno.ENOSYS),
+        _instruction(_JEQ, number["clone"], 0, 3),
+        _instruction(_LD_W_ABS, _OFFSET_ARG0),
+        _instruction(_JSET, _CLONE_REFUSED, 0, 1),
+        _REFUSE,
+        _ALLOW,
+    ]
+    return b"".join(parts)
+
+
+def _child_filter(pid: int) -> bytes:
+    """What the fork server needs and a program does not: signals to others, a namespace, the mark of its slot."""
+    number = _numbers(_ARGUMENT_FILTERED)
+    return b"".join(
+        [
+            _instruction(_LD_W_ABS, _OFFSET_NR),
+            _instruction(_JEQ, number["unshare"], 0, 1),
+            _REFUSE,
+            # kill and tgkill on itself and its own process group, nobody else
+            _instruction(_JEQ, number["kill"], 1, 0),
+            _instruction(_JEQ, number["tgkill"], 0, 6),
+            _instruction(_LD_W_ABS, _OFFSET_ARG0),
+            _instruction(_JEQ, pid, 3, 0),
+            _instruction(_JEQ, 0, 2, 0),
+            _instruction(_JEQ, -pid, 1, 0),
+            _REFUSE,
+            _ALLOW,
+            # every limit may be lowered but one: the hard RLIMIT_MSGQUEUE is the mark by which a stray is found
+            _instruction(_JEQ, number["setrlimit"], 0, 2),
+            _instruction(_LD_W_ABS, _OFFSET_ARG0),
+            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 3, 4),
+            _instruction(_JEQ, number["prlimit64"], 0, 3),
+            _instruction(_LD_W_ABS, _OFFSET_ARG1),
+            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 0, 1),
+            _REFUSE,
+            _ALLOW,
+        ]
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def refuse_common(keep_unshare: bool) -> None:
+    """Install the long filter, once, in the process that forks; children inherit it for nothing."""
+    _install(_common_filter(keep_unshare))
+
+
+def refuse_for_child() -> None:
+    """Install the short filter, which knows the caller's pid, on top of the common one.
+
+    Any installation costs some 0.4 ms, so where a slot has a user of its own, which bounds signals as well as this
+    does, it is left out.
+    """
+    _install(_child_filter(os.getpid()))
+
+
+def _install(code: bytes) -> None:
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _FilterProgram(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p).value)
+    if _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    if _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")

@@ -1,0 +1,96 @@
+"""Drawing one token per row from logits, with the log-probability under the distribution it was drawn from.
+
+Order: stop tokens suppressed while ``min_new_tokens`` is not reached, temperature, top-k, top-p (as transformers
+does), then renormalisation over what is left. Temperature 0 takes the argmax and reports the log-softmax at
+temperature 1 there; top-k and top-p do not apply to it.
+
+Randomness is a hash of (seed of the request, index of the token), not a generator with state: a request draws
+the same uniform numbers whatever runs beside it. The sampled tokens are then the same too, unless another batch
+shape rounds the logits differently within about 1e-6 of the boundary between two tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """What the rows of one decoding step ask for. All arrays are [num_rows] but ``stop_ids``."""
+
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    suppress_stop: npt.NDArray[np.bool_]
+    stop_ids: npt.NDArray[np.int64]  # [num_rows, most stop tokens], padded with -1
+    uniform: npt.NDArray[np.float64]  # in [0, 1)
+
+
+def uniform_noise(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, a pure function of (seed, index): splitmix64 at stream position ``index``."""
+    with np.errstate(over="ignore"):
+        x = _mix(seed + _GOLDEN)  # neighbouring seeds must not give shifted copies of one stream
+        x = _mix(x + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    # 48 bits: u * total then stays below total in float64 whatever the rounding, so a token always exists.
+    return (x >> np.uint64(16)).astype(np.float64) * 2.0**-48
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Token and log-probability per row. ``logits`` [num_rows, vocabulary] is overwritten.
+
+    A row whose logits are not finite gets a log-probability that is not finite either.
+    """
+    logits = logits.float()
+    device = logits.device
+    if rows.suppress_stop.any():
+        row, column = np.nonzero(rows.suppress_stop[:, None] & (rows.stop_ids >= 0))
+        ids = rows.stop_ids[row, column]
+        logits[torch.from_numpy(row).to(device), torch.from_numpy(ids).to(device)] = -torch.inf
+    greedy = rows.temperature == 0
+    if (rows.temperature != 1).any():
+        divisor = np.where(greedy, np.float32(1), rows.temperature)
+        logits /= torch.from_numpy(divisor).to(device)[:, None]
+    filtered = ((rows.top_p < 1) | (rows.top_k > 0)) & ~greedy
+    if filtered.any():
+        which = torch.from_numpy(np.flatnonzero(filtered)).to(device)
+        logits[which] = _keep_top(logits[which], rows.top_k[filtered], rows.top_p[filtered])
+    top = logits.amax(dim=-1, keepdim=True)
+    # Inverse CDF in float64: one uniform number per token instead of one per vocabulary entry, and exact in the tail.
+    cdf = torch.cumsum((logits - top).exp_(), dim=-1, dtype=torch.float64)  # [num_rows, vocabulary]
+    total = cdf[:, -1:]
+    target = torch.from_numpy(rows.uniform).to(device)[:, None] * total
+    token = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)
+    if greedy.any():
+        token = torch.where(torch.from_numpy(greedy).to(device)[:, None], logits.argmax(dim=-1, keepdim=True), token)
+    logprob = (logits.gather(1, token) - top).double() - total.log()
+    return token[:, 0].cpu().numpy(), logprob[:, 0].float().cpu().numpy()
+
+
+def _keep_top(logits: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> torch.Tensor:
+    """Logits with everything outside the top-k, then outside the nucleus of the rest, set to minus infinity."""
+    device = logits.device
+    vocab_size = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    k = torch.from_numpy(np.where(top_k > 0, top_k, vocab_size)).to(device)[:, None]
+    ordered = ordered.masked_fill(torch.arange(vocab_size, device=device)[None, :] >= k, -torch.inf)
+    probability = ordered.softmax(dim=-1)
+    # The token that carries the mass over top_p still belongs to the nucleus; the first one always does.
+    before = probability.cumsum(dim=-1) - probability
+    outside = before >= torch.from_numpy(top_p).to(device)[:, None]
+    outside[:, 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(1, order, ordered)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,223 @@
+"""The embedded engine: continuous batching in torch, on the CPU or one GPU, in a thread of its own.
+
+This file is the membrane between asyncio and the engine thread. Everything that touches the model runs in that
+thread, between two decoding steps: ``await`` side calls put a command into the inbox and wait for its answer.
+
+    event loop:     generate / abort / pause / update ...  -- command -->  inbox
+    engine thread:  run commands  ->  one ``Core.step``  ->  deliver what finished  ->  again; sleeps when idle
+
+A crash of the thread fails everything that waits with ``InfrastructureError`` and turns ``health().ok`` off; the
+process decides whether to end. Callers give the samples of a group different seeds: equal seeds give equal samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy
+from services.inference.engine.core import Core, Counters, Entry
+from services.inference.engine.decoder import Decoder
+from services.inference.engine.requests import check_request
+from services.inference.engine.slots import SlotTable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+CONTROL_TIMEOUT_S = 300.0  # a control call waits at most for one prefill round and one step, or one recompute
+
+
+class TorchEngine:
+    """One policy on one device. ``model`` is a loaded Hugging Face model; the engine owns it from here on.
+
+    ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_slots: int,
+        context_length: int,
+        kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
+        device: str = "cpu",
+        version: int = 0,
+        on_tokens: Callable[[int, float], None] | None = None,
+    ) -> None:
+        decoder = Decoder(model, num_slots=num_slots, context_length=context_length, device=device)
+        table = SlotTable(num_slots, context_length)
+        self._core = Core(decoder, table, kv_policy=kv_policy, version=version, on_tokens=on_tokens)
+        self._num_slots = num_slots
+        self._context_length = context_length
+        self._changed = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._waiters: set[_Waiter] = set()
+        self._finished: list[tuple[_Waiter, Any]] = []  # of the current turn of the thread, delivered together
+        self._paused = False
+        self._stopping = False
+        self._failure: str | None = "the engine is not started"
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+
+    # -- the protocol -------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._failure = None
+        self._thread.start()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        check_request(request, context_length=self._context_length, vocab_size=self._core.decoder.vocab_size)
+        waiter = _Waiter()
+        entry = Entry(request=request, done=lambda outcome: self._finished.append((waiter, outcome)))
+        self._post(lambda: self._core.submit(entry), waiter)
+        try:
+            # Bounded by the request's own token budget; whoever wants a time limit cancels this task.
+            result: Generation = await waiter.future
+            return result
+        except asyncio.CancelledError:
+            self._post_quietly(lambda: self._core.withdraw(entry))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("abort", lambda: self._core.abort(request_id))
+
+    async def pause(self) -> None:
+        await self._call("pause", lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._call("resume", lambda: self._set_paused(False))
+
+    async def update(self, weights: Mapping[str, Any], version: int) -> float:
+        self._core.decoder.check(weights)
+        return await self._call("update", lambda: self._core.update(weights, version))
+
+    async def flush(self) -> None:
+        await self._call("flush", self._core.flush)
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    @property
+    def counters(self) -> Counters:
+        return self._core.counters
+
+    def health(self) -> EngineHealth:
+        running = self._core.table.num_live
+        return EngineHealth(
+            ok=self._failure is None,
+            detail=self._failure or ("paused" if self._paused else "running"),
+            running=running,
+            waiting=self._core.num_waiting,
+            free_slots=self._num_slots - running,
+            generated_tokens=self._core.counters.generated,
+        )
+
+    async def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, CONTROL_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise DeadlineError(f"the engine thread did not stop within {CONTROL_TIMEOUT_S:.0f} s")
+        self._failure = self._failure or "the engine is stopped"
+
+    # -- event loop side ----------------------------------------------------------------------------------------
+
+    async def _call(self, name: str, command: Callable[[], T]) -> T:
+        """Run a command in the engine thread, between two steps."""
+        waiter = _Waiter()
+        self._post(lambda: self._finished.append((waiter, command())), waiter)
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                result: T = await waiter.future
+                return result
+        except TimeoutError:
+            raise DeadlineError(f"engine {name} was not answered within {CONTROL_TIMEOUT_S:.0f} s") from None
+
+    def _post(self, command: Callable[[], None], waiter: _Waiter) -> None:
+        with self._changed:
+            if self._failure is not None or self._stopping:
+                raise InfrastructureError(f"engine: {self._failure or 'the engine is stopping'}")
+            self._waiters.add(waiter)
+            self._inbox.append(command)
+            self._changed.notify()
+
+    def _post_quietly(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._inbox.append(command)
+            self._changed.notify()
+
+    # -- engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure = "the engine is stopped"
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except Exception as error:  # the thread's last word: whoever waits must learn of it
+            failure = f"the engine thread died: {type(error).__name__}: {error}"
+            log.exception("engine.died")
+        with self._changed:
+            self._failure = failure
+            orphans = list(self._waiters)
+        self._finished.extend((waiter, InfrastructureError(failure)) for waiter in orphans)
+        self._deliver()
+
+    def _turn(self) -> bool:
+        """Commands, then one step; False when it is time to stop."""
+        with self._changed:
+            # Without a deadline on purpose: nothing to do is the normal state of an idle engine.
+            self._changed.wait_for(lambda: self._stopping or self._inbox or (self._core.has_work and not self._paused))
+            commands = list(self._inbox)
+            self._inbox.clear()
+            if self._stopping:
+                return False
+        for command in commands:
+            command()
+        if self._core.has_work and not self._paused:
+            self._core.step()
+        self._deliver()
+        return True
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _deliver(self) -> None:
+        """Hand over outcomes, one wake-up per event loop."""
+        finished, self._finished = self._finished, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Waiter, Any]]] = {}
+        for waiter, outcome in finished:
+            by_loop.setdefault(waiter.loop, []).append((waiter, outcome))
+        with self._changed:
+            self._waiters.difference_update(waiter for waiter, _ in finished)
+        for loop, outcomes in by_loop.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, outcomes)
+
+
+class _Waiter:
+    """A future together with the loop that waits for it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+
+def _settle(outcomes: list[tuple[_Waiter, Any]]) -> None:
+    for waiter, outcome in outcomes:
+        if waiter.future.done():
+            continue  # cancelled meanwhile
+        if isinstance(outcome, MillraceError):
+            waiter.future.set_exception(outcome)
+        else:
+            waiter.future.set_result(outcome)

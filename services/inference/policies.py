@@ -1,0 +1,65 @@
+"""The policies of this replica, and the view that one rollout has of one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.chat import Chat
+from services.common.types import Sampling
+from services.inference.engine.base import Engine, Generation, GenerationRequest
+from services.inference.gauges import WaitShares
+
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPolicy:
+    """A policy with its engine and its tokenizer."""
+
+    name: str
+    engine: Engine
+    chat: Chat
+    context_length: int
+
+
+class RolloutPolicy:
+    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers, whatever runs beside them."""
+
+    __slots__ = ("_num_requests", "_policy", "_request_prefix", "_seed", "_waits")
+
+    def __init__(self, policy: ServedPolicy, *, request_prefix: str, seed: int, waits: WaitShares) -> None:
+        self._policy = policy
+        self._request_prefix = request_prefix
+        self._seed = seed
+        self._waits = waits
+        self._num_requests = 0
+
+    @property
+    def name(self) -> str:
+        return self._policy.name
+
+    @property
+    def chat(self) -> Chat:
+        return self._policy.chat
+
+    @property
+    def context_length(self) -> int:
+        return self._policy.context_length
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        number = self._num_requests
+        self._num_requests += 1
+        request = GenerationRequest(
+            request_id=f"{self._request_prefix}/{self._policy.name}/{number}",
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            stop_token_ids=self._policy.chat.stop_token_ids,
+            seed=(self._seed + number) & _SEED_MASK,
+        )
+        began = time.perf_counter()
+        try:
+            return await self._policy.engine.generate(request)
+        finally:
+            self._waits.add("generation", time.perf_counter() - began)

@@ -1,0 +1,243 @@
+"""Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
+
+    join loop:    JoinPool -> command -> replica ...   broken: again after a pause, same incarnation
+    report loop:  every 2 s ReportReplica <- replica   LEASE_LOST: makes the join loop join again
+
+A broken stream changes nothing for what is being played: the orchestrator keeps it assigned within the lease, and
+after that the first durable record of a slot wins. This file converts; what a command means is ``replica.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+import structlog
+
+from services.common.aio import backoff
+from services.common.errors import DeadlineError, LeaseLostError, MillraceError, UserError
+from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.rpc.channel import DEADLINES, translated_errors
+from services.common.serde import interval_to_proto, order_from_proto, weight_version_from_proto
+from services.common.types import TaskGroupOrder, WeightVersion
+from services.inference.streams import call_cancellation_is_an_error
+
+log = structlog.get_logger(__name__)
+
+REPORT_PERIOD_S = 2.0
+AWAY_TIMEOUT_S = 600.0  # an orchestrator that is away for longer does not come back: end, and let a supervisor decide
+_LEASE_LOSSES = 3  # within _LEASE_LOSS_WINDOW_S: another process claims this replica id
+_LEASE_LOSS_WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaIdentity:
+    """Who joins. ``incarnation`` is new for every start of the process."""
+
+    replica_id: str
+    incarnation: str
+    num_slots: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights_address: str = ""  # where it relays weights; empty: nowhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What a replica holds and does."""
+
+    num_free_slots: int
+    held_versions: tuple[WeightVersion, ...]
+    running_task_group_ids: tuple[str, ...]
+    num_generated_tokens: int
+    emission_intervals: tuple[tuple[float, float], ...]  # since the last report
+    gauges: Mapping[str, float]
+
+
+class PoolMember(Protocol):
+    """What the commands of the pool are about; each method returns at once."""
+
+    def welcome(self, run_id: str, envgateway_address: str) -> None: ...
+    def run_task_group(self, order: TaskGroupOrder) -> None: ...
+    def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
+    def new_version(self, version: WeightVersion) -> None: ...
+    def drain(self, reason: str) -> None: ...
+    def held_versions(self) -> tuple[WeightVersion, ...]: ...
+    def running_task_group_ids(self) -> tuple[str, ...]: ...
+    def report(self) -> ReplicaReport: ...
+
+
+class PoolClient:
+    """``run`` ends when the member has been drained and ``leave`` was called; it raises when membership is refused."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        identity: ReplicaIdentity,
+        member: PoolMember,
+        *,
+        report_period_s: float = REPORT_PERIOD_S,
+        away_timeout_s: float = AWAY_TIMEOUT_S,
+    ) -> None:
+        self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(channel)
+        self._identity = identity
+        self._member = member
+        self._report_period_s = report_period_s
+        self._away_timeout_s = away_timeout_s
+        self._call: grpc.aio.UnaryStreamCall[pool_pb2.JoinPoolRequest, pool_pb2.JoinPoolResponse] | None = None
+        self._welcomed = asyncio.Event()
+        self._left = asyncio.Event()
+        self._draining = False
+        self._heard_at = time.monotonic()
+        self._unreported: list[tuple[float, float]] = []  # stretches whose report did not arrive
+        self._lease_losses: list[float] = []
+        self.num_joins = 0
+
+    async def run(self) -> None:
+        reports = asyncio.create_task(self._report_loop(), name="replica reports")
+        joins = asyncio.create_task(self._join_loop(), name="pool membership")
+        try:
+            # Each loop ends by itself after `leave`, or with the error that ends membership.
+            done, _ = await asyncio.wait({reports, joins}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in (reports, joins):
+                task.cancel()
+            await asyncio.gather(reports, joins, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Send a last report and end ``run``."""
+        self._left.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    # -- commands in --------------------------------------------------------------------------------------------
+
+    async def _join_loop(self) -> None:
+        delays = backoff()
+        while not self._left.is_set():
+            self._welcomed.clear()
+            try:
+                await self._one_stream()
+                if self._draining:
+                    await self._left.wait()  # reports go on; whoever plays the last rollouts calls leave
+                    return
+                log.info("pool.stream_ended")
+            except LeaseLostError as error:
+                self._count_lease_loss(error)
+            except UserError:
+                raise  # refused for what we are: joining again would be refused again
+            except MillraceError as error:
+                log.warning("pool.stream_broke", error=error.message)
+            if self._welcomed.is_set():
+                delays = backoff()
+            self._check_away()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(next(delays)):
+                    await self._left.wait()
+
+    async def _one_stream(self) -> None:
+        identity = self._identity
+        request = pool_pb2.JoinPoolRequest(
+            replica_id=identity.replica_id,
+            incarnation=identity.incarnation,
+            held_versions=[_held_to_proto(v) for v in self._member.held_versions()],
+            num_slots=identity.num_slots,
+            running_task_group_ids=self._member.running_task_group_ids(),
+            labels=identity.labels,
+            weights_address=identity.weights_address,
+        )
+        self.num_joins += 1
+        call = self._call = self._stub.JoinPool(request)
+        try:
+            with translated_errors("orchestrator"), call_cancellation_is_an_error("JoinPool"):
+                async for response in call:
+                    self._heard_at = time.monotonic()
+                    self._obey(response)
+        finally:
+            self._call = None
+            call.cancel()
+
+    def _obey(self, response: pool_pb2.JoinPoolResponse) -> None:
+        command = response.WhichOneof("command")
+        member = self._member
+        if command == "welcome":
+            log.info("pool.joined", replica=self._identity.replica_id, run=response.welcome.run_id)
+            member.welcome(response.welcome.run_id, response.welcome.envgateway_address)
+            self._welcomed.set()
+        elif command == "run_task_group":
+            member.run_task_group(order_from_proto(response.run_task_group))
+        elif command == "cancel_task_group":
+            member.cancel_task_group(response.cancel_task_group.task_group_id, response.cancel_task_group.reason)
+        elif command == "new_version":
+            member.new_version(weight_version_from_proto(response.new_version.version))
+        elif command == "drain":
+            self._draining = True
+            member.drain(response.drain.reason)
+        else:
+            log.warning("pool.unknown_command")  # a newer orchestrator: what we do not know we leave alone
+
+    def _count_lease_loss(self, error: LeaseLostError) -> None:
+        now = time.monotonic()
+        log.warning("pool.lease_lost", error=error.message)
+        self._lease_losses = [at for at in self._lease_losses if now - at < _LEASE_LOSS_WINDOW_S] + [now]
+        if len(self._lease_losses) >= _LEASE_LOSSES:
+            raise LeaseLostError(
+                f"lost the lease of replica {self._identity.replica_id!r} {_LEASE_LOSSES} times within "
+                f"{_LEASE_LOSS_WINDOW_S:.0f} s: another process seems to use the same --replica-id"
+            ) from error
+
+    def _check_away(self) -> None:
+        away_s = time.monotonic() - self._heard_at
+        if away_s > self._away_timeout_s:
+            raise DeadlineError(f"the orchestrator has been away for {away_s:.0f} s (limit {self._away_timeout_s:.0f} s)")
+
+    # -- reports out --------------------------------------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        answered = True
+        while not self._left.is_set():
+            if self._welcomed.is_set() or self._draining:
+                answered = await self._report(warn=answered)
+            with contextlib.suppress(TimeoutError):
+                # The first report follows the welcome at once, so that free slots are known.
+                async with asyncio.timeout(self._report_period_s):
+                    await (self._left if self._welcomed.is_set() else self._welcomed).wait()
+        await self._report(warn=False)
+
+    async def _report(self, *, warn: bool) -> bool:
+        report = self._member.report()
+        self._unreported += report.emission_intervals
+        request = pool_pb2.ReportReplicaRequest(
+            replica_id=self._identity.replica_id,
+            incarnation=self._identity.incarnation,
+            num_free_slots=report.num_free_slots,
+            held_versions=[_held_to_proto(v) for v in report.held_versions],
+            running_task_group_ids=report.running_task_group_ids,
+            num_generated_tokens=report.num_generated_tokens,
+            emission_intervals=[interval_to_proto(interval) for interval in self._unreported],
+            gauges=report.gauges,
+        )
+        try:
+            with translated_errors("orchestrator"):
+                await self._stub.ReportReplica(request, timeout=DEADLINES["ReportReplica"])
+        except LeaseLostError:
+            if self._call is not None and not self._draining:
+                self._call.cancel()  # the join loop joins again
+            return True
+        except MillraceError as error:
+            if warn:
+                log.warning("pool.report_failed", error=error.message)
+            return False
+        self._heard_at = time.monotonic()
+        self._unreported.clear()
+        return True
+
+
+def _held_to_proto(version: WeightVersion) -> pool_pb2.HeldVersion:
+    return pool_pb2.HeldVersion(policy=version.policy, number=version.number, digest=version.digest)

@@ -1,0 +1,150 @@
+"""The small protocols that workflows are written against, and what a workflow returns.
+
+A workflow is one asynchronous method: given a task, the policies it may call and the environment gateway, it plays
+one rollout and returns its sequences with their rewards. It sees neither gRPC nor protobuf nor an engine, so that
+a test drives it with a few lines of fakes.
+
+An infrastructure failure is never a reward: let ``InfrastructureError`` pass, and the rollout is played again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from services.common.chat import Chat
+from services.common.config.base import Section
+from services.common.errors import ConfigError, UnknownPolicyError
+from services.common.types import Sampling, Sequence as TokenSequence, Task
+from services.inference.engine.base import Generation
+
+
+class PolicyClient(Protocol):
+    """One policy, as one rollout sees it. Requests are named and seeded behind this seam."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def chat(self) -> Chat: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Sample one continuation that ends at a stop token of the chat, the budget, or the context."""
+        ...
+
+
+class ExecutionStatus(enum.StrEnum):
+    """How a program ended. Machinery that failed is no status but an ``InfrastructureError``."""
+
+    OK = "ok"
+    RUNTIME_ERROR = "runtime_error"
+    TIME_LIMIT = "time_limit"
+    MEMORY_LIMIT = "memory_limit"
+    OUTPUT_LIMIT = "output_limit"
+    INVALID_REQUEST = "invalid_request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What a sandboxed program did."""
+
+    status: ExecutionStatus
+    stdout: str = ""
+    stderr: str = ""
+    truncated: bool = False
+    wall_time_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """An episode that began."""
+
+    episode_id: str
+    observation: str
+    admissible_actions: tuple[str, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one turn of an episode brought."""
+
+    observation: str
+    reward: float
+    done: bool
+    admissible_actions: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A score. ``unparsed`` says that no answer could be read from the completion."""
+
+    value: float
+    unparsed: bool = False
+    detail: str = ""
+
+
+class Gateway(Protocol):
+    """The environment gateway. Every call raises ``InfrastructureError`` when the machinery failed."""
+
+    async def execute_code(
+        self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
+    ) -> Execution: ...
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode: ...
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        """``turn`` counts up from 1; repeating a turn gives its stored result."""
+        ...
+
+    async def close(self, episode_id: str) -> None: ...
+
+    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowContext:
+    """What one rollout may use."""
+
+    policies: Mapping[str, PolicyClient]
+    gateway: Gateway
+    sampling: Sampling
+    seed: int  # of this slot, for whatever the workflow draws
+
+    def policy(self, name: str | None = None) -> PolicyClient:
+        """The named policy; without a name, the only one."""
+        if name is None:
+            if len(self.policies) != 1:
+                raise ConfigError(
+                    f"this run has the policies {sorted(self.policies)}: name one in workflow.settings.policy"
+                )
+            return next(iter(self.policies.values()))
+        if name not in self.policies:
+            raise UnknownPolicyError(f"no policy {name!r} here; this replica serves {sorted(self.policies)}")
+        return self.policies[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one rollout left: its sequences, and the reward that evaluation averages."""
+
+    sequences: tuple[TokenSequence, ...]
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Workflow(Protocol):
+    """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once."""
+
+    Settings: ClassVar[type[Section]]
+
+    def __init__(self, settings: Any) -> None: ...
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome: ...

@@ -1,0 +1,111 @@
+"""A growing conversation with one policy: the segments of a sequence, exactly as sampled.
+
+The concatenated segments are at every moment exactly what the engine is asked to continue: token-in, token-out.
+It knows budgets (context, response) and nothing about tools or rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.chat import Message
+from services.common.errors import InfrastructureError, PromptTooLongError
+from services.common.types import Sampling, Segment, Sequence as TokenSequence, StopReason
+from services.inference.engine.base import FinishReason
+from services.inference.workflows.base import PolicyClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy said in one turn. ``ended``: by its own stop token, not by a budget."""
+
+    text: str
+    num_tokens: int
+    ended: bool
+
+
+class Conversation:
+    """``max_response_tokens`` bounds everything after the prompt, what the environment says included."""
+
+    def __init__(
+        self,
+        policy: PolicyClient,
+        messages: Sequence[Message],
+        sampling: Sampling,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_prompt_tokens: int | None = None,
+        max_response_tokens: int | None = None,
+    ) -> None:
+        self._policy = policy
+        self._sampling = sampling
+        prompt = policy.chat.prompt_ids(messages, tools)
+        longest = policy.context_length - 1  # at least one token must be new
+        if max_prompt_tokens is not None:
+            longest = min(longest, max_prompt_tokens)
+        if len(prompt) > longest:
+            raise PromptTooLongError(f"the prompt has {len(prompt)} tokens; at most {longest} are allowed")
+        self._ids = list(prompt)
+        self._limit = policy.context_length  # tokens of the whole sequence
+        if max_response_tokens is not None:
+            self._limit = min(self._limit, len(prompt) + max_response_tokens)
+        self._segments = [Segment.environment(prompt)]
+        self.num_turns = 0
+        self.num_sampled = 0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Everything so far."""
+        return tuple(self._ids)
+
+    async def generate(self) -> Turn:
+        """Let the policy take a turn."""
+        generation = await self._policy.generate(self._ids, self._turn_sampling())
+        if generation.finish_reason is FinishReason.ABORTED:
+            raise InfrastructureError("the engine aborted a generation that nobody here cancelled")
+        sampled = generation.token_ids
+        self._ids += sampled
+        self._segments += generation.segments
+        self.num_turns += 1
+        self.num_sampled += len(sampled)
+        ended = generation.finish_reason is FinishReason.STOP
+        return Turn(text=self._policy.chat.decode(sampled), num_tokens=len(sampled), ended=ended)
+
+    def add(self, *messages: Message) -> bool:
+        """Append what the environment answers; False, and nothing appended, when no token could follow it."""
+        ids = self._policy.chat.continuation_ids(messages, last_sampled=self._ids[-1])
+        if len(self._ids) + len(ids) >= self._limit:
+            return False
+        self._ids += ids
+        self._segments.append(Segment.environment(ids))
+        return True
+
+    def sequence(
+        self,
+        *,
+        reward: float,
+        stop_reason: StopReason,
+        metrics: Mapping[str, float] | None = None,
+        role: str = "agent",
+        attempt: int = 0,
+    ) -> TokenSequence:
+        """The record of this conversation."""
+        return TokenSequence(
+            policy=self._policy.name,
+            role=role,
+            attempt=attempt,
+            segments=tuple(self._segments),
+            reward=reward,
+            stop_reason=stop_reason,
+            metrics={"turns": float(self.num_turns), "response_tokens": float(self.num_sampled), **(metrics or {})},
+        )
+
+    def _turn_sampling(self) -> Sampling:
+        room = self._limit - len(self._ids)
+        if room >= self._sampling.max_new_tokens:
+            return self._sampling
+        return replace(
+            self._sampling, max_new_tokens=room, min_new_tokens=min(room, self._sampling.min_new_tokens)
+        )

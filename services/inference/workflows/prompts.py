@@ -1,0 +1,60 @@
+"""From a dataset row to the messages of a prompt: the settings that all built-in workflows share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from services.common.chat import Message
+from services.common.config.base import Section
+from services.common.errors import DatasetError
+from services.common.types import Task
+
+_TEXT_FIELDS = ("prompt", "problem", "question")
+
+
+class PromptSettings(Section):
+    policy: str | None = None
+    """The policy that plays; left out, the only one of the recipe."""
+    prompt_field: str | None = None
+    """Column with the prompt: text, or a list of messages. Left out, the first of `messages`, `prompt`, `problem`
+    and `question` that a row has."""
+    system: str | None = None
+    """System turn before a prompt that has none."""
+    instruction: str = ""
+    """Text after the last user turn, such as " Reason step by step and put the answer into \\boxed{}."."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """A longer prompt is a failed rollout (PROMPT_TOO_LONG); left out, the context is the bound."""
+
+
+def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
+    """The messages of a task, with the system turn and the instruction of the settings."""
+    messages = _messages_of(settings.prompt_field, task)
+    has_system = messages[0].get("role") == "system"
+    system = str(messages[0]["content"]) if has_system else (settings.system or "")
+    if system_suffix:
+        system = f"{system}\n\n{system_suffix}" if system else system_suffix
+    if has_system:
+        messages = messages[1:]
+    if settings.instruction:
+        if not messages or not isinstance(messages[-1].get("content"), str):
+            raise DatasetError(f"task {task.task_id}: the instruction needs a last message with text")
+        last = {**messages[-1], "content": messages[-1]["content"] + settings.instruction}
+        messages = [*messages[:-1], last]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _messages_of(field: str | None, task: Task) -> list[Message]:
+    data: Mapping[str, Any] = task.data
+    names = (field,) if field else ("messages", *_TEXT_FIELDS)
+    found = next((name for name in names if name in data), None)
+    if found is None:
+        raise DatasetError(f"task {task.task_id} has no prompt: looked for {', '.join(names)} in {sorted(data)}")
+    prompt = data[found]
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        return list(prompt)
+    raise DatasetError(f"task {task.task_id}: {found} is neither text nor a list of messages")

@@ -1,0 +1,171 @@
+"""``tool_use``: assistant turns with Hermes tool calls, until a turn calls no tool.
+
+    prompt -> turn --no call--------------------------------------> end: no_call
+               |---cut by a budget-------------------------------> end: length
+               |---the last allowed turn (its call is not run)----> end: turn_limit
+               `---call -> run it -> tool message --does not fit--> end: tool_response
+                               `--- fits -> next turn
+
+What stands between the tags is Python code (``format: code``) or one JSON object {name, arguments}
+(``format: json``). A malformed call is answered with its decode error, so that the policy can correct itself; only
+the first call of a turn is run. The reward is computed on the text of the last turn.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.types import StopReason, Task
+from services.inference.workflows.base import Gateway, Outcome, WorkflowContext
+from services.inference.workflows.conversation import Conversation, Turn
+from services.inference.workflows.prompts import PromptSettings, build_messages
+from services.inference.workflows.rewards import build_grader
+from services.inference.workflows.tool_calls import MalformedCall, cut_in_the_middle, find_call, parse_json_call
+from services.inference.workflows.tools import ToolResult, build_tools, check_arguments, execution_result
+
+_STOP_REASONS = {
+    "no_call": StopReason.STOP,
+    "length": StopReason.LENGTH,
+    "turn_limit": StopReason.TURN_LIMIT,
+    "tool_response": StopReason.LENGTH,
+}
+
+
+class ToolUseSettings(PromptSettings):
+    reward: str = "math"
+    """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
+    format: Literal["json", "code"] = "json"
+    """What stands between the tool_call tags: a JSON object {name, arguments}, or the Python code itself."""
+    tools: list[str] = Field(default=["python_code_with_standard_io"], min_length=1)
+    """With `format: json`: tools by name or import path (`package.module:Class`)."""
+    max_turns: int = Field(default=5, ge=1)
+    """Assistant turns; the call of the last one is not executed."""
+    max_tool_response_chars: int = Field(default=256, ge=16)
+    """A longer tool response is cut in the middle."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Bound of everything after the prompt, tool responses included; left out, the context is the bound."""
+    print_trailing_expression: bool = True
+    """With `format: code`: also print the value of a trailing expression, as a notebook does."""
+
+
+class ToolUse:
+    Settings: ClassVar[type[ToolUseSettings]] = ToolUseSettings
+
+    def __init__(self, settings: ToolUseSettings) -> None:
+        self._settings = settings
+        self._grade = build_grader(settings.reward)
+        self._tools = build_tools(settings.tools) if settings.format == "json" else {}
+        self._schemas = [tool.schema for tool in self._tools.values()]
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        conversation = self._begin(task, context)
+        statistics = _ToolStatistics()
+        end, turn = await self._play(conversation, context.gateway, statistics)
+        reward = await self._grade(context.gateway, task, turn.text)
+        sequence = conversation.sequence(
+            reward=reward.value,
+            stop_reason=_STOP_REASONS[end],
+            metrics={
+                "truncated": float(end == "length"),
+                "reward_unparsed": float(reward.unparsed),
+                **{f"end_{name}": float(name == end) for name in _STOP_REASONS},
+                **statistics.metrics(),
+            },
+        )
+        return Outcome(sequences=(sequence,), reward=reward.value)
+
+    def _begin(self, task: Task, context: WorkflowContext) -> Conversation:
+        policy = context.policy(self._settings.policy)
+        listed_by_template = bool(self._schemas) and policy.chat.lists_tools
+        suffix = describe_tools(self._schemas) if self._schemas and not listed_by_template else ""
+        return Conversation(
+            policy,
+            build_messages(self._settings, task, system_suffix=suffix),
+            context.sampling,
+            tools=self._schemas if listed_by_template else None,
+            max_prompt_tokens=self._settings.max_prompt_tokens,
+            max_response_tokens=self._settings.max_response_tokens,
+        )
+
+    async def _play(
+        self, conversation: Conversation, gateway: Gateway, statistics: _ToolStatistics
+    ) -> tuple[str, Turn]:
+        """Take turns; returns why the rollout ended and its last turn."""
+        while True:
+            turn = await conversation.generate()
+            if not turn.ended:
+                return "length", turn
+            call = find_call(turn.text)
+            if call is None:
+                return "no_call", turn
+            if conversation.num_turns >= self._settings.max_turns:
+                return "turn_limit", turn
+            began = time.perf_counter()
+            result = await self._answer(call, gateway)
+            statistics.count(result, time.perf_counter() - began)
+            text = cut_in_the_middle(result.text, self._settings.max_tool_response_chars)
+            if not conversation.add({"role": "tool", "content": text}):
+                return "tool_response", turn
+
+    async def _answer(self, content: str | MalformedCall, gateway: Gateway) -> ToolResult:
+        if isinstance(content, MalformedCall):
+            return _malformed(content)
+        if self._settings.format == "code":
+            return execution_result(
+                await gateway.execute_code(
+                    content.strip(), print_trailing_expression=self._settings.print_trailing_expression
+                )
+            )
+        call = parse_json_call(content)
+        if isinstance(call, MalformedCall):
+            return _malformed(call)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self._tools)
+            return ToolResult(text=f"Error: no tool {call.name!r}; there is {known}", kind="unknown_tool")
+        problem = check_arguments(tool, call.arguments)
+        if problem is not None:
+            return ToolResult(text=f"Error: {problem}", kind="invalid_arguments")
+        return await tool.call(call.arguments, gateway)
+
+
+class _ToolStatistics:
+    """Counts of one rollout; which calls failed is decided on structured status, never on words in the output."""
+
+    def __init__(self) -> None:
+        self._kinds: Counter[str] = Counter()
+        self._latency_s = 0.0
+
+    def count(self, result: ToolResult, latency_s: float) -> None:
+        self._kinds[result.kind] += 1
+        self._latency_s += latency_s
+
+    def metrics(self) -> dict[str, float]:
+        calls = self._kinds.total()
+        failures = {f"tool_errors_{kind}": float(n) for kind, n in self._kinds.items() if kind != "ok"}
+        return {
+            "tool_calls": float(calls),
+            "tool_errors": sum(failures.values()),
+            "tool_latency_s": self._latency_s,
+            **failures,
+        }
+
+
+def describe_tools(schemas: list[Mapping[str, Any]]) -> str:
+    """The system text for chat templates that do not list tools themselves."""
+    listed = "\n".join(json.dumps(schema) for schema in schemas)
+    return (
+        "You may call tools. Their JSON schemas:\n<tools>\n"
+        f"{listed}\n</tools>\n"
+        'To call one, write a JSON object between tags: <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+    )
+
+
+def _malformed(call: MalformedCall) -> ToolResult:
+    return ToolResult(text=f"Error: malformed tool call: {call.error}", kind="malformed")

@@ -1,0 +1,119 @@
+"""How many rollouts may be started: staleness is bounded by not starting what could only be thrown away.
+
+The rule, per policy: a task group is issued only while
+
+    accepted and not yet trained + expected from running  <  min(max_staleness + 1, steps left) * batch
+
+"Trained" means that the version of its training step is published: a batch in the trainer's hands still counts.
+Sequences that are filtered, fail or expire return their share. Nothing is ever evicted to make room.
+Knows counts only: neither task groups nor replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+def has_room(*, accepted: int, expected: float, batch_size: int, max_staleness: int, steps_left: int) -> bool:
+    """The rule above.
+
+    >>> has_room(accepted=8, expected=8, batch_size=8, max_staleness=1, steps_left=10)
+    False
+    """
+    return accepted + expected < quota(batch_size=batch_size, max_staleness=max_staleness, steps_left=steps_left)
+
+
+def quota(*, batch_size: int, max_staleness: int, steps_left: int) -> int:
+    """Sequences that may be outstanding; what the last steps cannot use is not even started."""
+    return min(max_staleness + 1, steps_left) * batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the recipe says about one policy."""
+
+    batch_size: int
+    max_staleness: int
+    num_steps: int
+
+
+@dataclass(slots=True)
+class Account:
+    """One policy's use of its quota."""
+
+    limits: Limits
+    version: int = -1
+    accepted: int = 0
+    num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
+    num_sequences: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        return self.limits.num_steps - max(self.version, 0)
+
+    @property
+    def sequences_per_trajectory(self) -> float:
+        return self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0
+
+    @property
+    def quota(self) -> int:
+        limits = self.limits
+        return quota(batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left)
+
+
+class Admission:
+    """The accounts of all policies, and whether one more task group may be issued."""
+
+    def __init__(self, limits: Mapping[str, Limits], admit: Literal["all", "any"] = "all") -> None:
+        self.accounts = {policy: Account(limit) for policy, limit in limits.items()}
+        self._admit = admit
+        self.running_slots = 0  # slots of issued training groups that are not resolved yet
+
+    def open(self) -> bool:
+        """Every policy that is still trained has room (``all``), or one has (``any``)."""
+        rooms = [self.has_room(policy) for policy, account in self.accounts.items() if account.steps_left > 0]
+        return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
+
+    def has_room(self, policy: str) -> bool:
+        account = self.accounts[policy]
+        return has_room(
+            accepted=account.accepted,
+            expected=self.expected(policy),
+            batch_size=account.limits.batch_size,
+            max_staleness=account.limits.max_staleness,
+            steps_left=account.steps_left,
+        )
+
+    def expected(self, policy: str) -> float:
+        """Sequences that running rollouts will bring, from what earlier ones brought."""
+        return self.running_slots * self.accounts[policy].sequences_per_trajectory
+
+    def issued(self, num_slots: int) -> None:
+        """A training group was issued (or its slots are wanted again)."""
+        self.running_slots += num_slots
+
+    def given_up(self, num_slots: int) -> None:
+        """Slots failed or were cancelled: they bring nothing."""
+        self.running_slots -= num_slots
+        assert self.running_slots >= 0
+
+    def resolved(self, num_sequences: Mapping[str, int]) -> None:
+        """A slot brought a trajectory with so many sequences per policy."""
+        self.given_up(1)
+        for policy, account in self.accounts.items():
+            count = num_sequences.get(policy, 0)
+            account.accepted += count
+            account.num_trajectories += 1
+            account.num_sequences += count
+
+    def returned(self, policy: str, num_sequences: int) -> None:
+        """Sequences were trained, filtered or expired."""
+        account = self.accounts[policy]
+        account.accepted -= num_sequences
+        assert account.accepted >= 0
+
+    def advanced(self, policy: str, version: int) -> None:
+        """A version was published."""
+        self.accounts[policy].version = version

@@ -1,0 +1,54 @@
+"""What the orchestrator tells replicas and trainers, as plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.types import TaskGroupOrder, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class PlayGroup:
+    order: TaskGroupOrder
+
+
+@dataclass(frozen=True, slots=True)
+class CancelGroup:
+    task_group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceVersion:
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePool:
+    reason: str
+
+
+ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool
+
+
+@dataclass(frozen=True, slots=True)
+class PauseTraining:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeTraining:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StopTraining:
+    reason: str
+
+
+TrainerCommand = PauseTraining | ResumeTraining | SaveCheckpoint | StopTraining

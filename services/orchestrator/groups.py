@@ -1,0 +1,154 @@
+"""Task groups and the advantage groups that come out of them.
+
+Invariants: the first outcome of a slot wins; a group completes when every slot has one, trajectory or final failure;
+statistics are stamped once, over the whole advantage group, when its task group completes.
+Knows nothing about replicas, buffers or the journal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.common.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
+
+Outcome = Trajectory | RolloutFailure
+
+
+@dataclass(slots=True)
+class TaskGroup:
+    """One issue of one task: a slot per trajectory, and where it is being played."""
+
+    order: TaskGroupOrder  # with every slot, whatever is resolved by now
+    position: int = -1  # in the curriculum, or in the evaluation data
+    evaluation: str = ""  # the evaluation pass that it belongs to
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    num_lost: int = 0  # leases that ended while it was being played
+
+    @property
+    def id(self) -> str:
+        return self.order.task_group_id
+
+    @property
+    def is_training(self) -> bool:
+        return self.order.purpose is Purpose.TRAIN
+
+    @property
+    def unresolved(self) -> tuple[int, ...]:
+        return tuple(index for index in self.order.indices if index not in self.outcomes)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.outcomes) == len(self.order.indices)
+
+    def has_slot(self, index: int) -> bool:
+        return 0 <= index < len(self.order.indices)
+
+    def resolve(self, outcome: Outcome) -> bool:
+        """Keep the outcome unless its slot has one; True when it was the first."""
+        if not self.has_slot(outcome.index):
+            raise ValueError(f"task group {self.id} has no slot {outcome.index}")
+        if outcome.index in self.outcomes:
+            return False
+        self.outcomes[outcome.index] = outcome
+        return True
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In slot order."""
+        return [t for _, t in sorted(self.outcomes.items()) if isinstance(t, Trajectory)]
+
+    @property
+    def num_failures(self) -> int:
+        return sum(isinstance(outcome, RolloutFailure) for outcome in self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One sequence of an advantage group."""
+
+    sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageGroup:
+    """Sequences of one task group with the same policy, role and attempt, and their statistics."""
+
+    task_group_id: str
+    policy: str
+    role: str
+    attempt: int
+    members: tuple[Member, ...]
+    mean: float
+    std: float  # sample standard deviation (N - 1); 1 for a singleton
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest version among its trained tokens; None when nothing in it is trained."""
+        versions = [v for m in self.members if (v := m.sequence.min_version) is not None]
+        return min(versions) if versions else None
+
+    @property
+    def rewards_equal(self) -> bool:
+        first = self.members[0].sequence.reward
+        return all(m.sequence.reward == first for m in self.members)
+
+
+def sequence_id(task_group_id: str, index: int, position: int) -> str:
+    return f"{task_group_id}/{index}/{position}"
+
+
+def split_sequence_id(name: str) -> tuple[str, int, int]:
+    """The inverse of ``sequence_id``: task group, slot, position in the trajectory."""
+    group, index, position = name.rsplit("/", 2)
+    return group, int(index), int(position)
+
+
+def advantage_groups(group: TaskGroup) -> list[AdvantageGroup]:
+    """All advantage groups of a complete task group, in the order in which their first sequences stand."""
+    if not group.complete:
+        raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
+    members: dict[tuple[str, str, int], list[Member]] = {}
+    for trajectory in group.trajectories:
+        for position, sequence in enumerate(trajectory.sequences):
+            name = sequence_id(group.id, trajectory.index, position)
+            key = (sequence.policy, sequence.role, sequence.attempt)
+            members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
+    groups = []
+    for (policy, role, attempt), found in members.items():
+        mean, std = statistics([m.sequence.reward for m in found])
+        groups.append(
+            AdvantageGroup(
+                task_group_id=group.id, policy=policy, role=role, attempt=attempt,
+                members=tuple(found), mean=mean, std=std,
+            )
+        )  # fmt: skip
+    return groups
+
+
+def statistics(rewards: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0.
+
+    >>> statistics([1.0, 0.0, 0.0, 1.0])
+    (0.5, 0.5773502691896257)
+    """
+    values = list(rewards)
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, 1.0
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def dynamic_sampling(groups: Iterable[AdvantageGroup], enabled: bool) -> tuple[list[AdvantageGroup], list[AdvantageGroup]]:
+    """(kept, dropped): groups whose rewards are all equal carry no gradient. Disabled keeps everything."""
+    kept: list[AdvantageGroup] = []
+    dropped: list[AdvantageGroup] = []
+    for group in groups:
+        (dropped if enabled and group.rewards_equal else kept).append(group)
+    return kept, dropped

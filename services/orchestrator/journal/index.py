@@ -1,0 +1,102 @@
+"""The journal's index: one SQLite row per durable record, saying where its bytes lie and what they must hash to.
+
+A record exists exactly when its row is committed. Rows are numbered in the order in which records were submitted.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Durability = Literal["process", "power"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+    number   INTEGER PRIMARY KEY,
+    kind     TEXT NOT NULL,
+    key      TEXT NOT NULL,
+    segment  INTEGER NOT NULL,
+    offset   INTEGER NOT NULL,
+    length   INTEGER NOT NULL,
+    checksum INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS records_by_key ON records (kind, key);
+"""
+_COLUMNS = "number, kind, key, segment, offset, length, checksum"
+_MAX_KEYS = 500  # of one SELECT
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where one record lies."""
+
+    number: int
+    kind: str
+    key: str
+    segment: int
+    offset: int
+    length: int
+    checksum: int  # xxh3-64 of the line, as a signed integer
+
+
+class Index:
+    """Used by one thread at a time; readers open their own."""
+
+    def __init__(self, path: Path, durability: Durability) -> None:
+        # Statements and transactions are ours (isolation_level None); the connection moves from the opening thread to
+        # the writer thread, never used by both at once.
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        # NORMAL survives kill -9; FULL also waits for the disk at every commit.
+        self._db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+        self._db.executescript(_SCHEMA)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """All rows, or none."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.executemany(
+                f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [(r.number, r.kind, r.key, r.segment, r.offset, r.length, r.checksum) for r in rows],
+            )
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def rows(self) -> Iterator[Row]:
+        """Every record in order."""
+        for values in self._db.execute(f"SELECT {_COLUMNS} FROM records ORDER BY number"):
+            yield Row(*values)
+
+    def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
+        """The first record of each key that there is."""
+        found: dict[str, Row] = {}
+        wanted = list(dict.fromkeys(keys))
+        for start in range(0, len(wanted), _MAX_KEYS):
+            part = wanted[start : start + _MAX_KEYS]
+            marks = ",".join("?" * len(part))
+            query = f"SELECT {_COLUMNS} FROM records WHERE kind = ? AND key IN ({marks}) ORDER BY number"
+            for values in self._db.execute(query, (kind, *part)):
+                row = Row(*values)
+                found.setdefault(row.key, row)
+        return list(found.values())
+
+    def last_number(self) -> int:
+        return int(self._db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()[0])
+
+    def ends(self) -> dict[tuple[str, int], int]:
+        """Where the last durable record of each (kind, segment) ends."""
+        query = "SELECT kind, segment, MAX(offset + length) FROM records GROUP BY kind, segment"
+        return {(kind, segment): end for kind, segment, end in self._db.execute(query)}
+
+    def forget(self, kind: str, segment: int) -> None:
+        """Remove the rows of a segment that is about to be deleted."""
+        self._db.execute("DELETE FROM records WHERE kind = ? AND segment = ?", (kind, segment))
+
+    def close(self) -> None:
+        self._db.close()

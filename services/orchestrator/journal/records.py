@@ -1,0 +1,310 @@
+"""What the journal's lines look like, in pairs: ``x_to_json`` and ``x_from_json``.
+
+Columns are the same in every line of a kind: open mappings (metrics, counters) are lists of name and value, and a task's
+row is a JSON text. float32 log-probabilities are written as the shortest decimals that give the same float32 back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from services.common.types import (
+    MinibatchTotals,
+    Purpose,
+    RolloutFailure,
+    Sampling,
+    Segment,
+    Sequence,
+    StopReason,
+    Task,
+    TaskGroupOrder,
+    TokenSource,
+    Trajectory,
+    WeightVersion,
+)
+
+# Kinds of records; each is the name of its segment files.
+RUN = "runs"
+GROUP = "task_groups"
+ASSIGNMENT = "assignments"
+TRAJECTORY = "trajectories"
+FAILURE = "failures"
+CLOSED = "closed_groups"
+BATCH = "batches"
+VERSION = "versions"
+EVALUATION_START = "evaluation_starts"
+EVALUATION = "evaluations"
+STATE = "states"
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """A task group as it was issued."""
+
+    order: TaskGroupOrder
+    position: int
+    evaluation: str
+    replica_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEntry:
+    """One sequence of a recorded batch, with everything but its tokens."""
+
+    sequence_id: str
+    minibatch: int
+    position: int  # order inside the minibatch
+    group_mean: float
+    group_std: float
+    group_size: int
+    staleness: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch as it was assembled, once, for (policy, training step)."""
+
+    policy: str
+    training_step: int
+    entries: tuple[BatchEntry, ...]
+    minibatches: tuple[MinibatchTotals, ...]
+    statistics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    name: str  # "start/greedy"
+    versions: Mapping[str, int]
+    mean_reward: float  # failed tasks count as 0
+    num_trajectories: int
+    num_failed: int
+
+
+def pairs(values: Mapping[str, float]) -> list[Json]:
+    return [{"name": name, "value": float(value)} for name, value in values.items()]
+
+
+def from_pairs(values: list[Json]) -> dict[str, float]:
+    # JSON has no NaN: it is written as null.
+    return {v["name"]: math.nan if v["value"] is None else float(v["value"]) for v in values}
+
+
+def trajectory_key(task_group_id: str, index: int) -> str:
+    return f"{task_group_id}/{index}"
+
+
+def trajectory_to_json(trajectory: Trajectory) -> Json:
+    return {
+        "task_group_id": trajectory.task_group_id,
+        "index": trajectory.index,
+        "reward": float(trajectory.reward),
+        "replica_id": trajectory.replica_id,
+        "started_at": float(trajectory.started_at),
+        "finished_at": float(trajectory.finished_at),
+        "metrics": pairs(trajectory.metrics),
+        "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
+    }
+
+
+def trajectory_from_json(record: Json) -> Trajectory:
+    return Trajectory(
+        task_group_id=record["task_group_id"],
+        index=record["index"],
+        reward=record["reward"],
+        replica_id=record["replica_id"],
+        started_at=record["started_at"],
+        finished_at=record["finished_at"],
+        metrics=from_pairs(record["metrics"]),
+        sequences=tuple(_sequence_from_json(s) for s in record["sequences"]),
+    )
+
+
+def _sequence_to_json(sequence: Sequence) -> Json:
+    return {
+        "policy": sequence.policy,
+        "role": sequence.role,
+        "attempt": sequence.attempt,
+        "reward": float(sequence.reward),
+        "stop_reason": sequence.stop_reason.value,
+        "metrics": pairs(sequence.metrics),
+        "segments": [
+            {
+                "source": segment.source.value,
+                "weight_version": segment.weight_version,
+                "mixed_cache": segment.mixed_cache,
+                "token_ids": segment.token_ids,
+                "logprobs": segment.logprobs,
+            }
+            for segment in sequence.segments
+        ],
+    }
+
+
+def _sequence_from_json(record: Json) -> Sequence:
+    return Sequence(
+        policy=record["policy"],
+        role=record["role"],
+        attempt=record["attempt"],
+        reward=record["reward"],
+        stop_reason=StopReason(record["stop_reason"]),
+        metrics=from_pairs(record["metrics"]),
+        segments=tuple(
+            Segment(
+                source=TokenSource(s["source"]),
+                token_ids=np.array(s["token_ids"], dtype=np.int32),
+                logprobs=np.array(s["logprobs"], dtype=np.float32),
+                weight_version=s["weight_version"],
+                mixed_cache=s["mixed_cache"],
+            )
+            for s in record["segments"]
+        ),
+    )
+
+
+def failure_to_json(failure: RolloutFailure) -> Json:
+    return {
+        "task_group_id": failure.task_group_id,
+        "index": failure.index,
+        "reason": failure.reason,
+        "detail": failure.detail,
+        "replica_id": failure.replica_id,
+    }
+
+
+def failure_from_json(record: Json) -> RolloutFailure:
+    return RolloutFailure(**record)
+
+
+def group_to_json(record: GroupRecord) -> Json:
+    order = record.order
+    return {
+        "task_group_id": order.task_group_id,
+        "task_id": order.task.task_id,
+        "data_json": orjson.dumps(order.task.data).decode(),
+        "num_slots": len(order.indices),
+        "purpose": order.purpose.value,
+        "temperature": order.sampling.temperature,
+        "top_p": order.sampling.top_p,
+        "top_k": order.sampling.top_k,
+        "max_new_tokens": order.sampling.max_new_tokens,
+        "min_new_tokens": order.sampling.min_new_tokens,
+        "required_versions": [{"policy": p, "number": n} for p, n in order.required_versions.items()],
+        "seed": order.seed,
+        "timeout_s": order.timeout_s,
+        "position": record.position,
+        "evaluation": record.evaluation,
+        "replica_id": record.replica_id,
+        "incarnation": record.incarnation,
+    }
+
+
+def group_from_json(record: Json) -> GroupRecord:
+    return GroupRecord(
+        order=TaskGroupOrder(
+            task_group_id=record["task_group_id"],
+            task=Task(task_id=record["task_id"], data=orjson.loads(record["data_json"])),
+            indices=tuple(range(record["num_slots"])),
+            purpose=Purpose(record["purpose"]),
+            sampling=Sampling(
+                temperature=record["temperature"],
+                top_p=record["top_p"],
+                top_k=record["top_k"],
+                max_new_tokens=record["max_new_tokens"],
+                min_new_tokens=record["min_new_tokens"],
+            ),
+            required_versions={v["policy"]: v["number"] for v in record["required_versions"]},
+            seed=record["seed"],
+            timeout_s=record["timeout_s"],
+        ),
+        position=record["position"],
+        evaluation=record["evaluation"],
+        replica_id=record["replica_id"],
+        incarnation=record["incarnation"],
+    )
+
+
+def batch_key(policy: str, training_step: int) -> str:
+    return f"{policy}/{training_step}"
+
+
+def batch_to_json(batch: BatchRecord) -> Json:
+    return {
+        "policy": batch.policy,
+        "training_step": batch.training_step,
+        "minibatches": [
+            {"num_sequences": m.num_sequences, "num_trained_tokens": m.num_trained_tokens} for m in batch.minibatches
+        ],
+        "statistics": pairs(batch.statistics),
+        "sequences": [
+            {
+                "sequence_id": e.sequence_id,
+                "minibatch": e.minibatch,
+                "position": e.position,
+                "group_mean": e.group_mean,
+                "group_std": e.group_std,
+                "group_size": e.group_size,
+                "staleness": e.staleness,
+                "num_tokens": e.num_tokens,
+            }
+            for e in batch.entries
+        ],
+    }
+
+
+def batch_from_json(record: Json) -> BatchRecord:
+    return BatchRecord(
+        policy=record["policy"],
+        training_step=record["training_step"],
+        entries=tuple(BatchEntry(**e) for e in record["sequences"]),
+        minibatches=tuple(MinibatchTotals(**m) for m in record["minibatches"]),
+        statistics=from_pairs(record["statistics"]),
+    )
+
+
+def version_to_json(version: WeightVersion, checkpoint_step: int, metrics: Mapping[str, float]) -> Json:
+    return {
+        "policy": version.policy,
+        "number": version.number,
+        "digest": version.digest,
+        "sources": list(version.sources),
+        "checkpoint_step": checkpoint_step,
+        "metrics": pairs(metrics),
+    }
+
+
+def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float]]:
+    """(version, step of the newest durable checkpoint then, metrics of its training step)."""
+    version = WeightVersion(
+        policy=record["policy"], number=record["number"], digest=record["digest"], sources=tuple(record["sources"])
+    )
+    return version, record["checkpoint_step"], from_pairs(record["metrics"])
+
+
+def evaluation_to_json(result: EvaluationResult) -> Json:
+    return {
+        "name": result.name,
+        "versions": [{"policy": p, "number": n} for p, n in result.versions.items()],
+        "mean_reward": result.mean_reward,
+        "num_trajectories": result.num_trajectories,
+        "num_failed": result.num_failed,
+    }
+
+
+def evaluation_from_json(record: Json) -> EvaluationResult:
+    return EvaluationResult(
+        name=record["name"],
+        versions={v["policy"]: v["number"] for v in record["versions"]},
+        mean_reward=record["mean_reward"],
+        num_trajectories=record["num_trajectories"],
+        num_failed=record["num_failed"],
+    )

@@ -1,0 +1,149 @@
+"""Causal attention over packed documents, registered with transformers under the name ``millrace_documents``.
+
+Tokens see only earlier tokens of their own document; no mask is ever built. The offsets travel as the keyword
+argument ``documents`` through the model's forward pass, not in a global or a context variable: gradient checkpointing
+recomputes layers on autograd's own threads, where a context variable of the caller does not exist.
+
+* CPU: one ``is_causal`` SDPA call per run of equally long neighbours. Attention treats batch rows alone, so every
+  document's result is bit-equal to the same document alone.
+* GPU, 16-bit: torch's varlen flash attention, or the ``flash_attn`` package; else the CPU path, which also runs there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from services.common.errors import ModelMismatchError
+
+ATTENTION_NAME = "millrace_documents"
+
+# Arguments that change the result and that the functions here do not implement: refuse, never ignore.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+VarlenKernel = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "Documents", float | None], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where documents begin and end in a packed row."""
+
+    runs: tuple[tuple[int, int], ...]  # (number of documents, their length), neighbours of equal length together
+    max_length: int
+    offsets: torch.Tensor  # [num_documents + 1] int32, on the model's device
+
+    @classmethod
+    def from_offsets(cls, offsets: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> Documents:
+        """
+        >>> Documents.from_offsets(np.array([0, 3, 6, 8])).runs
+        ((2, 3), (1, 2))
+        """
+        runs: list[tuple[int, int]] = []
+        for length in np.diff(offsets).tolist():
+            if runs and runs[-1][1] == length:
+                runs[-1] = (runs[-1][0] + 1, length)
+            else:
+                runs.append((1, length))
+        return cls(
+            runs=tuple(runs),
+            max_length=max((length for _, length in runs), default=0),
+            offsets=torch.as_tensor(offsets, dtype=torch.int32, device=device),
+        )
+
+
+def register_attention() -> None:
+    """Make ``ATTENTION_NAME`` known to transformers. Repeating it changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, documents_attention)
+
+
+def documents_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature transformers calls; returns [1, num_tokens, num_heads, head_dim]."""
+    name = type(module).__name__
+    if documents is None:
+        raise ModelMismatchError(f"{name} was not given documents=; its model does not pass keyword arguments through")
+    unsupported = [k for k in _UNSUPPORTED if kwargs.get(k) is not None]
+    if unsupported or attention_mask is not None or dropout:
+        raise ModelMismatchError(f"{name} asks for {unsupported or 'a mask or dropout'}, which packed attention lacks")
+    if sliding_window is not None and documents.max_length > sliding_window:
+        raise ModelMismatchError(
+            f"{name} has a sliding window of {sliding_window}; a document of {documents.max_length} tokens exceeds it"
+        )
+    kernel = varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+    if kernel is None:
+        return attend_by_runs(query, key, value, documents, scaling), None
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [num_tokens, heads, head_dim]
+    return kernel(q, k, v, documents, scaling).unsqueeze(0), None
+
+
+def attend_by_runs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    """One SDPA call per run. [1, heads, num_tokens, head_dim] -> [1, num_tokens, num_heads, head_dim]"""
+    grouped = key.shape[1] != query.shape[1]
+    sizes = [count * length for count, length in documents.runs]
+    outputs = []
+    # split, not slices: the backward of a split is one concatenation, that of each slice a zero-filled full row.
+    for (count, length), q, k, v in zip(
+        documents.runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True
+    ):
+        rows = (t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v))  # [count, heads, length, head_dim]
+        output = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
+    return torch.cat(outputs).unsqueeze(0)
+
+
+@cache
+def varlen_kernel() -> VarlenKernel | None:
+    """The best variable-length kernel that is installed, None when there is none."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        return _torch_varlen
+    if importlib.util.find_spec("flash_attn") is not None:
+        return _flash_attn_varlen
+    return None
+
+
+def _torch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    offsets, longest = documents.offsets, documents.max_length
+    output: torch.Tensor = varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest,
+        scale=scaling, window_size=(-1, 0),
+    )  # fmt: skip
+    return output
+
+
+def _flash_attn_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    offsets, longest = documents.offsets, documents.max_length
+    output: torch.Tensor = flash_attn_varlen_func(
+        q, k, v, offsets, offsets, longest, longest, softmax_scale=scaling, causal=True
+    )
+    return output

@@ -1,0 +1,71 @@
+"""Sums that add up over micro-batches and ranks, and the metrics of a training step made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from services.trainer.sharding import Ranks
+
+
+class Sums:
+    """Named float64 sums on the device; nothing is read back before ``reduce``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        term = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+        self._values[name] = self._values[name] + term if name in self._values else term
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Sums over all ranks. Every rank must have added the same names, if only zeros."""
+        names = sorted(self._values)
+        if not names:
+            return {}
+        total = ranks.sum(torch.stack([self._values[n] for n in names]))
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One training step, over all ranks and the same on each. Means are over trained tokens unless said otherwise."""
+
+    training_step: int
+    loss: float  # mean over minibatches
+    grad_norm: float  # mean over updates, before clipping
+    grad_norm_max: float
+    learning_rate: float  # of the last update
+    updates_applied: int
+    updates_skipped: int  # gradient not finite, or nothing to train
+    entropy: float  # of the temperature-scaled distribution, in nats
+    kl_reference: float  # estimated by kl_estimator; 0 without a reference model
+    mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
+    mismatch_kl: float  # KL(behaviour || trainer) there, by k3
+    mismatch_fresh_abs: float  # the same over tokens of the newest version only: engine against trainer, no staleness
+    mismatch_fresh_kl: float
+    fresh_share: float  # share of the first minibatch's trained tokens sampled under the newest version
+    reward_mean: float  # over sequences
+    advantage_abs_mean: float
+    staleness_mean: float  # over sequences
+    num_sequences: int
+    num_tokens: int  # all that went through the model once, prompts included
+    num_trained_tokens: int
+    num_micro_batches: int  # on this rank, dummies included
+    seconds: float
+    tokens_per_second: float
+    algorithm: Mapping[str, float] = field(default_factory=dict)  # e.g. clipped_share, m2po_eps_low
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat, for metrics files: ``algorithm`` entries keep their own names."""
+        values = asdict(self)
+        return {**{k: v for k, v in values.items() if k != "algorithm"}, **self.algorithm}
+
+
+def mean_of(total: Mapping[str, float], name: str, count: str) -> float:
+    """total[name] / total[count], 0 when nothing was counted."""
+    number = total.get(count, 0.0)
+    return total.get(name, 0.0) / number if number else 0.0

@@ -1,0 +1,117 @@
+"""The model being trained: a Hugging Face causal LM that returns log-probabilities of chosen tokens, never logits.
+
+It knows nothing about losses, optimizers or batches. Attention runs over packed documents (``attention``), the head
+in blocks (``logprobs``). Dropout is off: a ratio of probabilities must be 1 for the policy against itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.errors import ModelMismatchError
+from services.common.models import load_model
+from services.trainer.attention import ATTENTION_NAME, Documents, register_attention
+from services.trainer.logprobs import token_logprobs
+from services.trainer.sharding import Ranks, shard
+
+
+class PolicyModel(torch.nn.Module):
+    """The root of sharding, so that embedding, final norm and head are gathered while ``forward`` runs."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        _check_head(causal_lm)
+        register_attention()
+        causal_lm.set_attn_implementation(ATTENTION_NAME)
+        _disable_dropout(causal_lm)
+        self.causal_lm = causal_lm
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] int64, documents end to end
+        position_ids: torch.Tensor,  # [num_tokens] int64, from 0 in every document
+        documents: Documents,
+        target_positions: torch.Tensor,  # [num_targets] int64, none of them the first of its document
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy at each target, of the temperature-scaled distribution. [num_targets] each"""
+        hidden = self.causal_lm.base_model(
+            input_ids=token_ids[None], position_ids=position_ids[None], documents=documents, use_cache=False
+        ).last_hidden_state[0]  # [num_tokens, hidden]
+        # Only what predicts a trained token passes the head.
+        return token_logprobs(
+            hidden.index_select(0, target_positions - 1),
+            self.causal_lm.get_output_embeddings().weight,
+            token_ids.index_select(0, target_positions),
+            temperature,
+        )
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The repeated blocks: the unit of sharding and of gradient checkpointing."""
+        names = set(self.causal_lm._no_split_modules or ())
+        return [m for m in self.causal_lm.modules() if type(m).__name__ in names]
+
+
+def build_policy_model(
+    causal_lm: Any,
+    ranks: Ranks,
+    *,
+    trainable: bool = True,
+    gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> PolicyModel:
+    """Prepare a loaded model for training (or as a frozen reference) on these ranks."""
+    model = PolicyModel(causal_lm)
+    if trainable:
+        model.train()
+        if gradient_checkpointing:
+            # transformers renamed it in 5.x and warns about the old name.
+            new_name = getattr(causal_lm, "activation_checkpointing_enable", None)
+            (new_name or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
+    else:
+        model.eval().requires_grad_(False)
+    model.to(ranks.device)
+    shard(model, model.layers, ranks, compute_dtype)
+    return model
+
+
+def load_policy_model(
+    path: str | Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> PolicyModel:
+    """Load from a directory or hub name, with master weights in ``dtype``."""
+    return build_policy_model(
+        load_model(path, dtype),
+        ranks,
+        trainable=trainable,
+        gradient_checkpointing=gradient_checkpointing,
+        compute_dtype=compute_dtype,
+    )
+
+
+def _check_head(causal_lm: Any) -> None:
+    """Refuse heads that do more than a product with a matrix: their log-probabilities would be silently wrong."""
+    name, config = type(causal_lm).__name__, causal_lm.config
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        raise ModelMismatchError(f"{name} has a bias on its LM head, which the trainer does not support")
+    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"):
+        value = getattr(config, field, None)
+        if value not in (None, 1, 1.0):
+            raise ModelMismatchError(f"{name} has {field}={value}, which the trainer does not support")
+
+
+def _disable_dropout(causal_lm: torch.nn.Module) -> None:
+    for module in causal_lm.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

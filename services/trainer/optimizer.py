@@ -1,0 +1,103 @@
+"""AdamW with a schedule and gradient clipping. One ``update`` is one optimizer step.
+
+It knows nothing about models or losses. Schedules are pure functions of the update number, so a resumed run needs
+that number and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+
+from services.common.config.optimizer import OptimizerConfig
+from services.trainer.sharding import full
+
+log = structlog.get_logger(__name__)
+
+# Share of the way down left at ``progress`` in [0, 1]: 1 at the start, 0 at the end.
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(config: OptimizerConfig, update: int) -> float:
+    """Learning rate of update number ``update``, from 0.
+
+    >>> c = OptimizerConfig(lr=1.0, schedule="linear", total_updates=10, final_fraction=0.1)
+    >>> [round(learning_rate(c, u), 3) for u in (0, 5, 10, 11)]
+    [1.0, 0.55, 0.1, 0.1]
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / (config.warmup_updates + 1)
+    if config.schedule == "constant" or config.total_updates is None:
+        return config.lr
+    progress = min((update - config.warmup_updates) / (config.total_updates - config.warmup_updates), 1.0)
+    left = _DECAYS[config.schedule](progress)
+    return config.lr * (config.final_fraction + (1.0 - config.final_fraction) * left)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update did."""
+
+    grad_norm: float  # over all parameters and ranks, before clipping
+    learning_rate: float
+    applied: bool  # false when the gradient was not finite
+
+
+class PolicyOptimizer:
+    """AdamW over a model's parameters; sharded parameters keep sharded state."""
+
+    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.num_updates = 0  # including those that were not applied: the schedule follows the data
+        self.parameters = [p for _, p in named_parameters if p.requires_grad]
+        # Norm weights and biases are vectors.
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def update(self) -> Update:
+        """Clip, step, clear the gradients. A gradient that is not finite changes nothing but the update number."""
+        rate = learning_rate(self.config, self.num_updates)
+        norm = self._clip()
+        applied = math.isfinite(norm)
+        if applied:
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            self.adamw.step()
+        else:
+            log.warning("optimizer.update_skipped", update=self.num_updates, grad_norm=norm)
+        self.adamw.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        return Update(grad_norm=norm, learning_rate=rate, applied=applied)
+
+    def skip(self) -> None:
+        """Count a minibatch that held nothing to train."""
+        self.num_updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.num_updates = int(state["num_updates"])
+
+    def _clip(self) -> float:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = full(torch.nn.utils.get_total_norm(gradients))
+        if self.config.max_grad_norm is not None:
+            # Scales by min(1, max / (norm + 1e-6)); the norm is whole, so every rank scales alike.
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.max_grad_norm, norm)
+        return float(norm)

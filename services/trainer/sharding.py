@@ -1,0 +1,133 @@
+"""Ranks: who takes part in training, what they add up, and how parameters are spread over them.
+
+One rank needs no process group and no FSDP; several ranks shard every layer and the root with FSDP2 over gloo (CPU)
+or NCCL (GPU). It knows nothing about losses, batches or files.
+
+Gradients: FSDP2 *averages* over ranks, while a minibatch's loss is a *sum* of the ranks' shares. ``Ranks.backward``
+compensates, so that callers never think of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from services.common.models import named_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The training process group, or a single process without one. Every method is a collective."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Ranks:
+        return cls(rank=0, world_size=1, device=torch.device(device))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """All ranks' values end to end, in rank order; the lengths may differ. [n_rank] -> [sum of n_rank]"""
+        if self.world_size == 1:
+            return values
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(values)
+        counts = self.sum(sizes).tolist()
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        rows = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(rows, padded)
+        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+
+    def backward(self, loss_share: torch.Tensor) -> None:
+        """Accumulate the gradient of the *sum* of all ranks' shares."""
+        (loss_share * self.world_size if self.world_size > 1 else loss_share).backward()
+
+    def _reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.world_size == 1:
+            return values
+        result = values.to(self.device, copy=True)
+        dist.all_reduce(result, op=op)
+        return result
+
+
+def init_ranks(*, timeout_s: float, device: str | None = None, always_group: bool = False) -> Ranks:
+    """Join the group that torchrun's environment describes; alone, no group unless ``always_group``.
+
+    ``timeout_s`` bounds every later collective. FSDP, and so mixed precision, needs a group even on one rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    backend = "nccl" if target.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if world_size > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    elif always_group:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Ranks(rank=rank, world_size=world_size, device=target)
+
+
+def shard(
+    root: torch.nn.Module,
+    layers: list[torch.nn.Module],
+    ranks: Ranks,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard each layer, then the rest with the root, in place. Does nothing for one rank in its own precision.
+
+    ``compute_dtype`` gathers parameters in that type for forward and backward; gradients are reduced in float32 and
+    the sharded (master) parameters keep their own type.
+    """
+    if ranks.world_size == 1 and compute_dtype is None:
+        return
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a sharded one (a collective); any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_weights(
+    model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole tensor in ``dtype`` on the CPU) one at a time; None on ranks other than 0, which must iterate too.
+
+    Tied weights appear once, under their first name. Peak extra memory is one tensor.
+    """
+    for name, weight in named_weights(model).items():
+        whole = full(weight)
+        # A copy even when nothing is cast: the publisher may hold it while the next update runs.
+        yield name, whole.to(device="cpu", dtype=dtype, copy=True) if ranks.is_first else None

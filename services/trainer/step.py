@@ -1,0 +1,307 @@
+"""One training step: a rank's share of a batch in, one optimizer update per minibatch, metrics out.
+
+    advantages (stamped statistics) -> pack -> [proximal pass] -> per minibatch:
+        [trust region or keep mask over all micro-batches and ranks]
+        per micro-batch: forward -> per-token loss -> share of the minibatch's loss -> backward
+        clip -> update
+
+The gradient does not depend on packing, micro-batch size or ranks: denominators are the minibatch's global totals,
+statistics are gathered over ranks, and a rank without work computes zeros beside the others. On a CPU the same batch
+from the same state gives the same bits.
+
+It knows nothing about gRPC, versions, checkpoints or publishing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import ConfigError, InvalidRequestError
+from services.common.types import MinibatchTotals, RankBatch
+from services.trainer.algorithms import ALGORITHMS
+from services.trainer.algorithms.advantages import normalize, sequence_advantages, weighted_moments
+from services.trainer.algorithms.aggregation import aggregate
+from services.trainer.algorithms.base import TokenBatch, TrustRegion
+from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
+from services.trainer.algorithms.m2po import binding_second_moments, trust_region
+from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.metrics import StepMetrics, Sums, mean_of
+from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
+from services.trainer.model import PolicyModel
+from services.trainer.optimizer import PolicyOptimizer, Update
+from services.trainer.packing import Document
+from services.trainer.sharding import Ranks
+
+Logprobs = Seq[torch.Tensor]  # one [num_targets] per micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Context:
+    """What a loss needs to know about the whole minibatch."""
+
+    totals: MinibatchTotals
+    region: TrustRegion | None = None
+    keep_limit: torch.Tensor | None = None  # []
+
+
+class TrainStep:
+    """Owns nothing but the way from a batch to an updated model."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        optimizer: PolicyOptimizer,
+        config: AlgorithmConfig,
+        ranks: Ranks,
+        *,
+        max_tokens_per_micro_batch: int,
+        temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
+        reference: PolicyModel | None = None,
+    ) -> None:
+        if config.kl_coefficient > 0.0 and reference is None:
+            raise ConfigError(f"algorithm.kl_coefficient is {config.kl_coefficient}, which needs a reference model")
+        if temperature <= 0.0:
+            raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.ranks = ranks
+        self.reference = reference
+        self._algorithm = ALGORITHMS[config.name]
+        self._needs_region = self._algorithm.needs_trust_region and config.m2po_scope == "minibatch"
+        self._max_tokens = max_tokens_per_micro_batch
+        self._temperature = temperature
+        self._dtype = logprob_dtype(model)
+
+    def run(self, batch: RankBatch) -> StepMetrics:
+        """Train on one batch. Every rank calls it with its own share of the same batch."""
+        started = time.perf_counter()
+        sums = Sums(self.ranks.device)
+        minibatches = self._pack(batch, sums)
+        proximal = self._proximal(minibatches)
+        updates: list[Update] = []
+        for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
+            if totals.num_trained_tokens == 0:
+                self.optimizer.skip()
+                continue
+            fresh_version = batch.training_step - 1 if index == 0 else None
+            self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version)
+            updates.append(self.optimizer.update())
+        num_micro_batches = sum(len(m) for m in minibatches)
+        return self._metrics(batch, sums, updates, num_micro_batches, time.perf_counter() - started)
+
+    # -- preparation -------------------------------------------------------------------------------------------------
+
+    def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
+        advantages = sequence_advantages(batch.sequences, self.config)
+        trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
+        self._check_totals(batch)
+        if self.config.batch_normalize_advantages:
+            moments = torch.tensor(weighted_moments(advantages, trained), dtype=torch.float64, device=self.ranks.device)
+            advantages = normalize(advantages, *self.ranks.sum(moments).tolist(), self.config.advantage_eps)
+        sums.add("sequences", len(batch.sequences))
+        sums.add("reward", sum(s.sequence.reward for s in batch.sequences))
+        sums.add("staleness", sum(s.staleness for s in batch.sequences))
+        sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
+        for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
+            minibatches[item.minibatch].append(Document.from_training_sequence(item, advantage))
+        return pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
+
+    def _check_totals(self, batch: RankBatch) -> None:
+        """The denominators must be the sums of the shares, or the gradient is silently scaled."""
+        counted = torch.zeros(len(batch.minibatches), 2, dtype=torch.int64, device=self.ranks.device)
+        for item in batch.sequences:
+            if not 0 <= item.minibatch < len(batch.minibatches):
+                raise InvalidRequestError(f"sequence {item.sequence_id} is of minibatch {item.minibatch}, "
+                                          f"but the batch has {len(batch.minibatches)}")  # fmt: skip
+            counted[item.minibatch, 0] += 1
+            counted[item.minibatch, 1] += item.sequence.num_trained_tokens
+        stated = [[t.num_sequences, t.num_trained_tokens] for t in batch.minibatches]
+        found = self.ranks.sum(counted).tolist()
+        if found != stated:
+            raise InvalidRequestError(
+                f"batch {batch.training_step} of policy {batch.policy}: headers state (sequences, trained tokens) "
+                f"{stated} per minibatch, the ranks hold {found}"
+            )
+
+    @torch.no_grad()
+    def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
+        return [forward(self.model, m, self._temperature)[0] for m in micro_batches]
+
+    def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
+        """Log-probabilities under the weights at step start.
+
+        None for the first minibatch wherever its own forward pass, made under the same weights, gives them for free.
+        """
+        if not self._algorithm.needs_proximal:
+            return [None for _ in minibatches]
+        return [
+            self._logprobs(m) if index > 0 or (self._algorithm.needs_keep_mask and len(m) > 1) else None
+            for index, m in enumerate(minibatches)
+        ]
+
+    # -- one minibatch -----------------------------------------------------------------------------------------------
+
+    def _backward_minibatch(
+        self,
+        micro_batches: Seq[MicroTensors],
+        totals: MinibatchTotals,
+        proximal: Seq[torch.Tensor] | None,
+        sums: Sums,
+        fresh_version: int | None,
+    ) -> None:
+        context: _Context | None = None
+        if len(micro_batches) > 1:
+            current = self._logprobs(micro_batches) if self._needs_region else None
+            context = self._context(micro_batches, totals, current, proximal)
+        for index, micro_batch in enumerate(micro_batches):
+            logprobs, entropy = forward(self.model, micro_batch, self._temperature)
+            own_proximal = proximal[index] if proximal is not None else logprobs.detach()
+            if context is None:  # the only micro-batch: its own forward pass holds all there is to know
+                context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
+            if fresh_version is not None:
+                _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
+            loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
+            self.ranks.backward(loss)
+        assert context is not None
+        if context.region is not None:
+            share = 1.0 / self.ranks.world_size  # every rank holds the same region, and ranks are added up
+            sums.add("m2po_eps_low", context.region.eps_low * share)
+            sums.add("m2po_eps_high", context.region.eps_high * share)
+            sums.add("m2po_second_moment", context.region.mean_second_moment * share)
+
+    def _context(
+        self,
+        micro_batches: Seq[MicroTensors],
+        totals: MinibatchTotals,
+        current: Logprobs | None,
+        proximal: Logprobs | None,
+    ) -> _Context:
+        """Statistics over every micro-batch and rank. A collective where the algorithm asks for one."""
+        threshold = self.config.m2po_threshold
+        if self._needs_region:
+            assert current is not None
+            clamp = self.config.log_ratio_clamp
+            moments = [
+                binding_second_moments((l - m.behaviour).clamp(-clamp, clamp), m.advantages, _all(m))
+                for m, l in zip(micro_batches, current, strict=True)
+            ]
+            return _Context(totals=totals, region=trust_region(self.ranks.gather(torch.cat(moments)), threshold))
+        if self._algorithm.needs_keep_mask:
+            assert proximal is not None
+            pairs = list(zip(micro_batches, proximal, strict=True))
+            gaps = [gap_second_moments(m.behaviour, p, _all(m)) for m, p in pairs]
+            limit = keep_limit(self.ranks.gather(torch.cat(gaps)), threshold)
+            kept = sum(int(kept_tokens(m.behaviour, p, _all(m), limit).sum()) for m, p in pairs)
+            kept_everywhere = self.ranks.sum(torch.tensor(kept, dtype=torch.int64, device=self.ranks.device))
+            return _Context(totals=replace(totals, num_trained_tokens=int(kept_everywhere)), keep_limit=limit)
+        return _Context(totals=totals)
+
+    def _loss(
+        self,
+        batch: MicroTensors,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        proximal: torch.Tensor,
+        context: _Context,
+        sums: Sums,
+    ) -> torch.Tensor:
+        """This micro-batch's share of the minibatch's loss. []"""
+        config = self.config
+        mask = _all(batch)
+        if context.keep_limit is not None:
+            mask = kept_tokens(batch.behaviour, proximal, mask, context.keep_limit)
+            sums.add("left_out_tokens", batch.num_targets - mask.sum())
+        policy_loss = self._algorithm.loss(
+            TokenBatch(
+                logprobs=logprobs,
+                behaviour=batch.behaviour,
+                advantages=batch.advantages,
+                mask=mask,
+                sequence_index=batch.sequence_index,
+                num_sequences=batch.num_sequences,
+                proximal=proximal,
+                trust_region=context.region,
+            ),
+            config,
+        )
+        per_token = policy_loss.per_token
+        for name, count in policy_loss.counts.items():
+            sums.add(name, count)
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_logprobs, _ = forward(self.reference, batch, self._temperature)
+            kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp)
+            sums.add("kl_reference", kl.sum())
+            if config.kl_coefficient > 0.0:
+                per_token = per_token + config.kl_coefficient * kl
+        if config.entropy_coefficient > 0.0:
+            per_token = per_token - config.entropy_coefficient * entropy
+        loss = aggregate(per_token, mask, batch.sequence_index, batch.num_sequences, context.totals, config)
+        sums.add("loss", loss)
+        sums.add("entropy", entropy.sum())
+        sums.add("trained_tokens", batch.num_targets)
+        sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
+        return loss
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def _metrics(
+        self, batch: RankBatch, sums: Sums, updates: Seq[Update], num_micro_batches: int, seconds: float
+    ) -> StepMetrics:
+        total = sums.reduce(self.ranks)
+        applied = [u for u in updates if u.applied]
+        algorithm = {
+            name.removesuffix("_tokens") + "_share": mean_of(total, name, "trained_tokens")
+            for name in total
+            if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
+        } | {name: total[name] / len(updates) for name in total if name.startswith("m2po_")}
+        return StepMetrics(
+            training_step=batch.training_step,
+            loss=total.get("loss", 0.0) / max(len(updates), 1),
+            grad_norm=sum(u.grad_norm for u in updates) / max(len(updates), 1),
+            grad_norm_max=max((u.grad_norm for u in updates), default=0.0),
+            learning_rate=updates[-1].learning_rate if updates else 0.0,
+            updates_applied=len(applied),
+            updates_skipped=len(batch.minibatches) - len(applied),
+            entropy=mean_of(total, "entropy", "trained_tokens"),
+            kl_reference=mean_of(total, "kl_reference", "trained_tokens"),
+            mismatch_abs=mean_of(total, "first_abs", "first_tokens"),
+            mismatch_kl=mean_of(total, "first_kl", "first_tokens"),
+            mismatch_fresh_abs=mean_of(total, "fresh_abs", "fresh_tokens"),
+            mismatch_fresh_kl=mean_of(total, "fresh_kl", "fresh_tokens"),
+            fresh_share=mean_of(total, "fresh_tokens", "first_tokens"),
+            reward_mean=mean_of(total, "reward", "sequences"),
+            advantage_abs_mean=mean_of(total, "advantage_abs", "trained_tokens"),
+            staleness_mean=mean_of(total, "staleness", "sequences"),
+            num_sequences=int(total["sequences"]),
+            num_tokens=int(total.get("tokens", 0)),
+            num_trained_tokens=int(total.get("trained_tokens", 0)),
+            num_micro_batches=num_micro_batches,
+            seconds=seconds,
+            tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
+            algorithm=algorithm,
+        )
+
+
+def _all(batch: MicroTensors) -> torch.Tensor:
+    """The loss mask over targets: all of them. [num_targets] bool"""
+    return torch.ones_like(batch.target_positions, dtype=torch.bool)
+
+
+def _add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_version: int) -> None:
+    """How far the trainer's log-probabilities are from the engines'. KL(behaviour || trainer) by k3: x = b - l."""
+    gap = batch.behaviour - logprobs
+    kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
+    fresh = (batch.weight_versions == fresh_version).to(gap.dtype)
+    for name, weight in (("first", torch.ones_like(gap)), ("fresh", fresh)):
+        sums.add(f"{name}_abs", (gap.abs() * weight).sum())
+        sums.add(f"{name}_kl", (kl * weight).sum())
+        sums.add(f"{name}_tokens", weight.sum())

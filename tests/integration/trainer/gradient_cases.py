@@ -1,0 +1,138 @@
+"""The cases of the gradient tests, and how one process or two compute them. Run with torchrun it writes one file.
+
+    torchrun --nproc-per-node 2 -m tests.integration.trainer.gradient_cases OUT_DIR
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.optimizer import OptimizerConfig
+from services.common.types import TrainingSequence
+from services.trainer.optimizer import Update
+from services.trainer.sharding import Ranks, full, full_weights, init_ranks
+from services.trainer.step import TrainStep
+from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+
+Gradients = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One algorithm over one small batch."""
+
+    config: AlgorithmConfig
+    dtype: torch.dtype = torch.float64
+    reference: bool = False
+    all_on_first_rank: bool = False
+    tied: bool = True
+    temperature: float = 1.0
+
+
+CASES: dict[str, Case] = {
+    **{name: Case(config=AlgorithmConfig(name=name)) for name in ("ppo_clip", "gspo", "reinforce")},  # type: ignore[arg-type]
+    "m2po": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2)),
+    "m2po_mask": Case(config=AlgorithmConfig(name="m2po_mask", m2po_threshold=0.5)),
+    "tis": Case(config=AlgorithmConfig(name="tis", importance_cap=2.0)),
+    "cispo": Case(config=AlgorithmConfig(name="cispo", importance_cap=2.0)),
+    "decoupled_ppo": Case(config=AlgorithmConfig(name="decoupled_ppo", importance_cap=2.0)),
+    "dual_clip": Case(config=AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28, c_clip=3.0)),
+    "sequence_mean": Case(config=AlgorithmConfig(name="gspo", loss_aggregation="sequence_mean")),
+    "constant": Case(config=AlgorithmConfig(
+        name="ppo_clip", advantage="dr_grpo", loss_aggregation="constant", constant_denominator=16)),
+    "normalized": Case(config=AlgorithmConfig(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True)),
+    "kl_and_entropy": Case(
+        config=AlgorithmConfig(name="ppo_clip", kl_coefficient=0.3, entropy_coefficient=0.1), reference=True),
+    "untied_hot": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
+    "idle_rank": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
+    "float32": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
+}  # fmt: skip
+
+NUM_SEQUENCES = 11  # odd: two ranks differ in work
+TWO_RANK_MAX_TOKENS = 40
+
+
+class CaptureGradients:
+    """Stands where the optimizer stands; keeps whole gradients and changes nothing."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self._parameters = dict(step.model.causal_lm.named_parameters())
+        self.gradients: Gradients = {}
+
+    def update(self) -> Update:
+        self.gradients = {n: full(p.grad).double().numpy().copy() for n, p in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return Update(grad_norm=0.0, learning_rate=0.0, applied=True)
+
+
+def share(case: Case, sequences: list[TrainingSequence], rank: int, world_size: int) -> Any:
+    batch = rank_batch(sequences, rank, world_size)
+    if case.all_on_first_rank and world_size > 1:
+        batch = dataclasses.replace(batch, sequences=tuple(sequences) if rank == 0 else ())
+    return batch
+
+
+def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointing: bool = False) -> Gradients:
+    """Whole gradients of one minibatch, the same on every rank."""
+    step = train_step(
+        case.config,
+        causal_lm=tiny_causal_lm(case.dtype, tied=case.tied),
+        ranks=ranks,
+        max_tokens=max_tokens,
+        reference=tiny_causal_lm(case.dtype, tied=case.tied, seed=1) if case.reference else None,
+        gradient_checkpointing=gradient_checkpointing,
+        temperature=case.temperature,
+    )
+    capture = CaptureGradients(step)
+    step.optimizer = capture  # type: ignore[assignment]
+    step.run(share(case, training_sequences(NUM_SEQUENCES), ranks.rank, ranks.world_size))
+    return capture.gradients
+
+
+def trained_weights(ranks: Ranks) -> tuple[Gradients, dict[str, float]]:
+    """Weights and metrics after two steps of two minibatches with the real optimizer."""
+    step = train_step(
+        AlgorithmConfig(name="m2po", m2po_threshold=0.2),
+        causal_lm=tiny_causal_lm(torch.float64),
+        ranks=ranks,
+        max_tokens=TWO_RANK_MAX_TOKENS,
+        optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
+    )
+    for seed in (0, 1):
+        sequences = training_sequences(NUM_SEQUENCES, seed=seed, minibatches=2)
+        metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
+    weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
+    skip = ("seconds", "tokens_per_second", "num_micro_batches")
+    return (
+        {n: w.numpy() for n, w in weights.items() if w is not None},
+        {n: v for n, v in metrics.items() if n not in skip},
+    )
+
+
+def main(out_dir: Path) -> None:
+    ranks = init_ranks(timeout_s=60.0, device="cpu")
+    for name, case in CASES.items():
+        found = gradients(case, ranks, TWO_RANK_MAX_TOKENS)
+        if ranks.is_first:
+            np.savez(out_dir / f"{name}.npz", **found)  # type: ignore[arg-type]
+    checkpointed = gradients(CASES["m2po"], ranks, TWO_RANK_MAX_TOKENS, gradient_checkpointing=True)
+    weights, metrics = trained_weights(ranks)
+    np.savez(out_dir / f"metrics_{ranks.rank}.npz", **{n: np.array(v) for n, v in metrics.items()})  # type: ignore[arg-type]
+    if ranks.is_first:
+        np.savez(out_dir / "checkpointed.npz", **checkpointed)  # type: ignore[arg-type]
+        np.savez(out_dir / "weights.npz", **weights)  # type: ignore[arg-type]
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

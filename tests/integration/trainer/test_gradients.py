@@ -1,0 +1,153 @@
+"""The gradient does not depend on packing, micro-batch size or number of ranks (invariant 5)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithms import ALGORITHMS
+from services.trainer.algorithms.advantages import sequence_advantages
+from services.trainer.algorithms.base import TokenBatch
+from services.trainer.sharding import Ranks
+from tests.integration.trainer.gradient_cases import (
+    CASES,
+    NUM_SEQUENCES,
+    TWO_RANK_MAX_TOKENS,
+    Case,
+    Gradients,
+    gradients,
+    trained_weights,
+)
+from tests.unit.trainer.building import tiny_causal_lm, training_sequences
+
+ROOT = Path(__file__).parents[3]
+EVERYTHING = 10_000  # all documents in one micro-batch
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def assert_same(found: Gradients, expected: Gradients, tolerance: float) -> None:
+    """Relative to the largest entry of each tensor."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = np.abs(value).max()
+        assert scale > 0, f"{name} has no gradient, so this case shows nothing"
+        assert np.abs(found[name] - value).max() <= tolerance * scale, name
+
+
+def padded_gradients(case: Case) -> Gradients:
+    """Everything done the plain way: right-padded rows, transformers' own attention and full logits."""
+    model = tiny_causal_lm(case.dtype, tied=case.tied)
+    sequences = training_sequences(NUM_SEQUENCES)
+    longest = max(s.sequence.num_tokens for s in sequences)
+    shape = (len(sequences), longest)
+    token_ids, present, mask = (torch.zeros(shape, dtype=t) for t in (torch.int64, torch.int64, torch.bool))
+    behaviour, advantages = (torch.zeros(shape, dtype=case.dtype) for _ in range(2))
+    for row, (item, advantage) in enumerate(
+        zip(sequences, sequence_advantages(sequences, case.config).tolist(), strict=True)
+    ):
+        present[row, : item.sequence.num_tokens] = 1
+        advantages[row] = advantage
+        start = 0
+        for segment in item.sequence.segments:
+            end = start + segment.num_tokens
+            token_ids[row, start:end] = torch.as_tensor(segment.token_ids, dtype=torch.int64)
+            if segment.is_policy:
+                mask[row, start:end] = True
+                behaviour[row, start:end] = torch.as_tensor(segment.logprobs)
+            start = end
+    log_p = (model(input_ids=token_ids, attention_mask=present).logits / case.temperature).log_softmax(-1)
+    logprobs = log_p[:, :-1].gather(2, token_ids[:, 1:, None])[:, :, 0]
+    kept = mask[:, 1:]
+    rows = torch.arange(len(sequences))[:, None].expand_as(kept)
+    loss = ALGORITHMS[case.config.name].loss(
+        TokenBatch(
+            logprobs=logprobs[kept],
+            behaviour=behaviour[:, 1:][kept],
+            advantages=advantages[:, 1:][kept],
+            mask=torch.ones(int(kept.sum()), dtype=torch.bool),
+            sequence_index=rows[kept],
+            num_sequences=len(sequences),
+            proximal=logprobs[kept].detach(),
+        ),
+        case.config,
+    )
+    (loss.per_token.sum() / kept.sum()).backward()
+    return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
+    """Results of two real processes under torchrun with gloo, by name."""
+    out_dir = tmp_path_factory.mktemp("two_ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*command, "-m", "tests.integration.trainer.gradient_cases", str(out_dir)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300,
+    )  # fmt: skip
+
+    def load(name: str) -> Gradients:
+        with np.load(out_dir / f"{name}.npz") as file:
+            return dict(file)
+
+    return load
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "m2po", "gspo", "decoupled_ppo", "untied_hot", "float32"])
+def test_packed_equals_padded(name: str) -> None:
+    case = CASES[name]
+    assert_same(gradients(case, Ranks.single(), EVERYTHING), padded_gradients(case), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("max_tokens", [1, 23, 60])
+def test_any_micro_batch_size_gives_the_same_gradient(name: str, max_tokens: int) -> None:
+    case = CASES[name]
+    whole = gradients(case, Ranks.single(), EVERYTHING)
+    assert_same(gradients(case, Ranks.single(), max_tokens), whole, TOLERANCE[case.dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_two_ranks_give_the_gradient_of_one(name: str, two_ranks: Callable[[str], Gradients]) -> None:
+    case = CASES[name]
+    assert_same(two_ranks(name), gradients(case, Ranks.single(), EVERYTHING), TOLERANCE[case.dtype])
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_on_two_ranks_changes_nothing(two_ranks: Callable[[str], Gradients]) -> None:
+    assert_same(two_ranks("checkpointed"), gradients(CASES["m2po"], Ranks.single(), EVERYTHING), 1e-9)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_weights_and_metrics_of_one(two_ranks: Callable[[str], Gradients]) -> None:
+    weights, metrics = trained_weights(Ranks.single())
+    found = two_ranks("weights")
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+    for rank in (0, 1):
+        of_rank = {n: v.item() for n, v in two_ranks(f"metrics_{rank}").items()}
+        assert of_rank == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    case = CASES["m2po"]
+    plain = gradients(case, Ranks.single(), TWO_RANK_MAX_TOKENS)
+    checkpointed = gradients(case, Ranks.single(), TWO_RANK_MAX_TOKENS, gradient_checkpointing=True)
+    assert_same(checkpointed, plain, 1e-12)
+
+
+def test_m2po_per_micro_batch_does_depend_on_packing() -> None:
+    """Why the minibatch is the default scope; also shows that the tests above can fail."""
+    case = Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2, m2po_scope="micro_batch"))
+    whole = gradients(case, Ranks.single(), EVERYTHING)
+    with pytest.raises(AssertionError):
+        assert_same(gradients(case, Ranks.single(), 23), whole, 1e-9)

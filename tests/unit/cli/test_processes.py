@@ -1,0 +1,135 @@
+"""The launcher starts, restarts and stops exactly its own processes. Real processes, real health services."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.plan import ProcessSpec
+from services.cli.processes import Processes, is_serving
+from services.common.errors import DeadlineError, InfrastructureError
+
+SERVING = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+server = grpc.server(ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port(sys.argv[1])
+server.start()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path, max_restarts=1, stop_grace_s=5.0)
+    yield started
+    started.stop()
+
+
+def spec(name: str, code: str, address: str = "") -> ProcessSpec:
+    return ProcessSpec(name=name, argv=(sys.executable, "-c", code, address), address=address)
+
+
+def wait_until(condition: object, name: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"{name} did not happen within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ready_means_that_health_says_serving(processes: Processes, unused_tcp_port: int) -> None:
+    address = f"127.0.0.1:{unused_tcp_port}"
+    processes.start(spec("server", SERVING, address))
+    processes.wait_ready(timeout_s=20)
+    assert is_serving(address)
+
+
+def test_a_process_that_never_gets_ready_is_named_with_its_last_words(processes: Processes, unused_tcp_port: int) -> None:
+    code = "import sys, time; print('still loading', file=sys.stderr, flush=True); time.sleep(60)"
+    processes.start(spec("slow", code, f"127.0.0.1:{unused_tcp_port}"))
+    with pytest.raises(DeadlineError, match=r"slow not ready after 1(.|\n)*still loading"):
+        processes.wait_ready(timeout_s=1.0)
+
+
+def test_an_error_exit_ends_the_run_with_the_last_words(processes: Processes) -> None:
+    processes.start(spec("broken", "raise SystemExit('the disk is full')"))
+    with pytest.raises(InfrastructureError, match=r"broken exited with 1(.|\n)*the disk is full"):
+        wait_until(processes.watch, "the exit")
+
+
+def test_a_killed_process_is_started_again_a_bounded_number_of_times(processes: Processes) -> None:
+    processes.start(spec("worker", "import time; time.sleep(60)"))
+    first = processes.pids()["worker"]
+    os.kill(first, signal.SIGKILL)
+
+    def restarted() -> bool:
+        processes.watch()
+        return processes.pids()["worker"] != first
+
+    wait_until(restarted, "the restart")
+    os.kill(processes.pids()["worker"], signal.SIGKILL)
+    with pytest.raises(InfrastructureError, match="worker was killed by SIGKILL"):
+        wait_until(processes.watch, "the second death")
+
+
+def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Processes, tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time, pathlib\n"
+        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)"
+    )
+    processes.start(spec("parent", code))
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the grandchild")
+    grandchild = int((tmp_path / "pid").read_text())
+    processes.stop()
+    wait_until(lambda: not alive(grandchild) or is_zombie(grandchild), "the end of the grandchild")
+    assert alive(os.getpid())
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = (
+        "import sys, time, pathlib\n"
+        "from services.cli.plan import ProcessSpec\n"
+        "from services.cli.processes import Processes\n"
+        "code = 'from services.common.process import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
+        f"p = Processes(pathlib.Path({str(tmp_path)!r}), 0, 1.0)\n"
+        "p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', code), address=''))\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pids()['child']))\n"
+        "time.sleep(60)"
+    )
+    import subprocess
+
+    process = subprocess.Popen([sys.executable, "-c", launcher])
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the child")
+    child = int((tmp_path / "pid").read_text())
+    time.sleep(1.0)  # until the child has asked the kernel; before that it checks its parent itself
+    process.kill()
+    process.wait(timeout=10)
+    wait_until(lambda: not alive(child) or is_zombie(child), "the end of the child")

@@ -1,0 +1,155 @@
+"""The pure parts of the torch engine: sharing, passes, buckets, moves, noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from services.inference.engine.batching import attention_cost, bucket_bounds, plan_moves  # noqa: E402
+from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing  # noqa: E402
+from services.inference.engine.sampler import SamplingRows, sample, uniform_noise  # noqa: E402
+from services.inference.engine.slots import MIN_SHARED  # noqa: E402
+
+
+def row(*tokens: int) -> np.ndarray:
+    return np.asarray(tokens, dtype=np.int32)
+
+
+tree_rows = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 2), st.integers(0, 40)).map(
+        lambda t: row(*[t[0]] * t[1], *[t[2] + 300] * t[3])
+    ),
+    max_size=12,
+)
+
+
+@given(tree_rows)
+def test_followers_share_exactly_what_the_plan_says_and_leaders_do_not_follow(rows: list[np.ndarray]) -> None:
+    plan = plan_sharing(rows)
+    for follower, (leader, shared) in plan.items():
+        assert leader not in plan
+        assert MIN_SHARED <= shared <= common_prefix(rows[follower], rows[leader])
+
+
+def test_each_group_has_one_leader_beside_a_common_system_prompt() -> None:
+    system = [1] * 20
+    groups = [row(*system, *[g] * 20) for g in (5, 6) for _ in range(4)]
+    plan = plan_sharing(groups)
+    assert len(plan) == 6
+    assert all(shared == 40 for _, shared in plan.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9000)), max_size=20))
+def test_passes_cover_every_position_once_and_in_order(spans: list[tuple[int, int]]) -> None:
+    wanted = [Span(slot, start, start + length) for slot, (start, length) in enumerate(spans)]
+    reached = {span.slot: span.start for span in wanted}
+    for batch in plan_passes(wanted):
+        assert batch[0].num_tokens == max(span.num_tokens for span in batch)
+        assert len(batch) * batch[0].num_tokens <= MAX_PASS_TOKENS
+        assert len({span.start > 0 for span in batch}) == 1
+        for span in batch:
+            assert span.start == reached[span.slot]
+            reached[span.slot] = span.stop
+    assert reached == {span.slot: span.stop for span in wanted}
+
+
+lengths = st.lists(st.integers(1, 4000), min_size=1, max_size=100).map(lambda n: np.asarray(n, dtype=np.int64))
+
+
+@given(lengths)
+def test_buckets_cover_all_rows_in_order_and_are_wide_enough(widths: np.ndarray) -> None:
+    place = 0
+    for start, stop, width in bucket_bounds(widths):
+        assert start == place
+        assert width >= widths[start:stop].max()
+        place = stop
+    assert place == len(widths)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4000)), min_size=1, max_size=80), st.booleans())
+def test_moves_are_a_permutation_that_closes_holes_or_saves_attention(
+    rows: list[tuple[bool, int]], may_sort: bool
+) -> None:
+    live = np.asarray([is_live for is_live, _ in rows])
+    length = np.asarray([n for _, n in rows], dtype=np.int64)
+    sources, targets = plan_moves(live, length, may_sort)
+    assert sorted(sources) == sorted(targets)
+    assert len(set(targets)) == len(targets)
+    after_live, after_length = live.copy(), length.copy()
+    after_live[targets], after_length[targets] = live[sources], length[sources]
+    num_live = int(live.sum())
+    if sources:
+        assert after_live[:num_live].all()
+    extent = int(np.flatnonzero(after_live).max()) + 1 if num_live else 0
+    assert extent - num_live <= max(2, extent / 8)
+    if sources and may_sort:
+        before = np.where(live, length, 1)[: int(np.flatnonzero(live).max()) + 1]
+        assert attention_cost(after_length[:num_live]) <= 1.1 * attention_cost(before)
+
+
+def test_noise_is_uniform_and_independent_over_seeds_and_indices() -> None:
+    seeds, indices = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300), indexing="ij")
+    noise = uniform_noise(seeds.ravel(), indices.ravel()).reshape(300, 300)
+    assert 0 <= noise.min() <= noise.max() < 1
+    counts, _ = np.histogram(noise, bins=50)
+    assert np.abs(counts / 1800 - 1).max() < 0.15
+    for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:]), (noise[:-1, 1:], noise[1:, :-1])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+    assert len(np.unique(noise)) == noise.size
+
+
+def rows_of(count: int, **columns: object) -> SamplingRows:
+    settings = {
+        "temperature": np.ones(count, np.float32),
+        "top_p": np.ones(count, np.float32),
+        "top_k": np.zeros(count, np.int64),
+        "suppress_stop": np.zeros(count, bool),
+        "stop_ids": np.full((count, 1), -1),
+        "uniform": (np.arange(count) + 0.5) / count,
+    }
+    return SamplingRows(**{**settings, **columns})  # type: ignore[arg-type]
+
+
+def test_sampling_follows_the_distribution() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40) * 2
+    count = 40_000
+    tokens, logprobs = sample(logits.repeat(count, 1), rows_of(count))
+    expected = logits.double().softmax(-1).numpy()
+    # Evenly spaced uniforms: each token's share is within one in `count` of its probability.
+    assert np.abs(np.bincount(tokens, minlength=40) / count - expected).max() <= 1.01 / count
+    assert np.abs(logprobs - np.log(expected)[tokens]).max() < 1e-5
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((3, 6), -torch.inf)
+    logits[:, 2] = 1.0
+    logits[:, 4] = 1.0
+    edge = np.array([0.0, 0.5, 1 - 2.0**-48])
+    tokens, logprobs = sample(logits, rows_of(3, uniform=edge))
+    assert tokens.tolist() == [2, 4, 4]
+    assert np.allclose(logprobs, np.log(0.5))
+
+
+def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(5, 30)
+    mixed = rows_of(
+        5,
+        temperature=np.array([1, 0, 0.5, 1, 1], np.float32),
+        top_k=np.array([0, 0, 0, 3, 0]),
+        top_p=np.array([1, 1, 1, 1, 0.5], np.float32),
+        uniform=np.full(5, 0.37),
+    )
+    tokens, logprobs = sample(logits.clone(), mixed)
+    for i in range(5):
+        columns = {name: getattr(mixed, name)[i : i + 1] for name in SamplingRows.__dataclass_fields__}
+        alone_token, alone_logprob = sample(logits[i : i + 1].clone(), SamplingRows(**columns))
+        assert alone_token[0] == tokens[i]
+        assert abs(alone_logprob[0] - logprobs[i]) < 1e-6
+    assert tokens[1] == int(logits[1].argmax())

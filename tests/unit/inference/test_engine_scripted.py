@@ -1,0 +1,108 @@
+"""The scripted engine: deterministic content and time, and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from services.common.errors import ConfigError
+from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
+from services.inference.engine.scripted import RandomTokens, ScriptedEngine
+
+from .conftest import make_prompt, make_request
+
+
+def echo(request: GenerationRequest) -> list[int]:
+    return [*request.prompt_ids, 2]
+
+
+async def started(*args: object, **settings: object) -> ScriptedEngine:
+    engine = ScriptedEngine(*args, **settings)  # type: ignore[arg-type]
+    await engine.start()
+    return engine
+
+
+def test_importing_it_does_not_import_torch() -> None:
+    code = "import sys, services.inference.engine.scripted; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("script", [echo, f"{__name__}:echo", f"{__name__}.echo"])
+async def test_a_script_is_a_function_or_its_path(script: object) -> None:
+    engine = await started(script)
+    generation = await engine.generate(make_request([5, 6, 7], stop=(2,), max_new_tokens=10))
+    assert generation.token_ids == [5, 6, 7, 2]
+    assert generation.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    "script", ["nowhere.at.all", "services.common.types:nothing", "plain", "services.common.types:__doc__"]
+)
+def test_a_script_that_cannot_be_imported_is_named(script: str) -> None:
+    with pytest.raises(ConfigError, match=script):
+        ScriptedEngine(script)
+
+
+async def test_a_script_is_cut_at_stop_token_and_budget() -> None:
+    engine = await started(lambda request: [1, 2, 3, 2, 4, 5])
+    cut = await engine.generate(make_request([0], stop=(2,), max_new_tokens=10))
+    assert cut.token_ids == [1, 2]
+    later = await engine.generate(make_request([0], stop=(2,), min_new_tokens=2, max_new_tokens=10))
+    assert later.token_ids == [1, 2, 3, 2]
+    short = await engine.generate(make_request([0], max_new_tokens=4))
+    assert (short.token_ids, short.finish_reason) == ([1, 2, 3, 2], FinishReason.LENGTH)
+
+
+async def test_the_same_request_gives_the_same_tokens_and_logprobs_in_another_engine() -> None:
+    results = []
+    for _ in range(2):
+        engine = await started(RandomTokens(seed=3))
+        results.append(await engine.generate(make_request(make_prompt(9), stop=(1,), seed=5, max_new_tokens=2000)))
+    assert results[0].token_ids == results[1].token_ids
+    assert np.array_equal(results[0].segments[0].logprobs, results[1].segments[0].logprobs)
+    assert results[0].token_ids[-1] == 1
+    assert results[0].token_ids.count(1) == 1
+    other = await engine.generate(make_request(make_prompt(9), stop=(1,), seed=6, max_new_tokens=2000))
+    assert other.token_ids != results[0].token_ids
+
+
+async def test_lengths_follow_the_configured_distribution() -> None:
+    script = RandomTokens(median_length=100, sigma=0.5)
+    lengths = [len(script(make_request([1], stop=(0,), seed=i, max_new_tokens=10_000))) for i in range(2000)]
+    assert abs(np.median(lengths) - 100) < 5
+    assert abs(np.std(np.log(lengths)) - 0.5) < 0.03
+
+
+async def test_tokens_take_the_configured_time() -> None:
+    engine = await started(lambda request: [1] * 50, tokens_per_second=500, latency_s=0.05)
+    begun = time.monotonic()
+    generation = await engine.generate(make_request([0], max_new_tokens=100))
+    assert time.monotonic() - begun >= 0.15
+    assert len(generation.token_ids) == 50
+
+
+async def test_a_kept_cache_is_marked() -> None:
+    engine = await started(lambda request: [1] * 100, tokens_per_second=1000, kv_policy=KvPolicy.KEEP)
+    pending = asyncio.ensure_future(engine.generate(make_request([0], max_new_tokens=100)))
+    await asyncio.sleep(0.03)
+    await engine.update({}, 4)
+    generation = await pending
+    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (4, True)]
+
+
+async def test_slots_bound_what_runs_at_once() -> None:
+    running: list[int] = []
+    engine = await started(
+        lambda request: [1] * 10,
+        num_slots=3,
+        tokens_per_second=1000,
+        on_tokens=lambda n, t: running.append(engine.health().running),
+    )
+    await asyncio.gather(*(engine.generate(make_request([0], max_new_tokens=10)) for _ in range(10)))
+    assert max(running) == 3
+    assert engine.health().generated_tokens == 100

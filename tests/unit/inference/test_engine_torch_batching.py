@@ -1,0 +1,162 @@
+"""How the torch engine batches: joining, leaving, prefix reuse, groups, moves between slots, seeds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from services.inference.engine.base import FinishReason  # noqa: E402
+
+from .conftest import Launch, StepGate, build_model, make_prompt, make_request, perturbed  # noqa: E402
+from .test_engine_torch_exact import TOLERANCE, max_gap  # noqa: E402
+
+
+async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:
+    model = build_model("qwen3")
+    gate = StepGate(at=1)
+    engine = await launch(model, on_tokens=gate)
+    first = asyncio.ensure_future(engine.generate(make_request(make_prompt(5, 9), max_new_tokens=4)))
+    prompt = make_prompt(60)
+    # All eight wait together while the gate is closed.
+    group = await gate.run(
+        asyncio.gather(*(engine.generate(make_request(prompt, seed=i, max_new_tokens=20)) for i in range(7)))
+    )
+    await first
+    assert engine.counters.prefilled == 4 + 59
+    assert engine.counters.reused == 6 * 59
+    assert len({tuple(g.token_ids) for g in group}) == 7
+    for generation in group:
+        assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_a_later_sample_of_a_group_copies_from_a_running_one(launch: Launch) -> None:
+    model = build_model("qwen3")
+    gate = StepGate(at=5)
+    engine = await launch(model, on_tokens=gate)
+    prompt = make_prompt(60)
+    first = asyncio.ensure_future(engine.generate(make_request(prompt, seed=1, max_new_tokens=40)))
+    second = await gate.run(engine.generate(make_request(prompt, seed=2, max_new_tokens=40)))
+    assert engine.counters.prefilled == 59
+    for generation in (await first, second):
+        assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(launch: Launch) -> None:
+    model = build_model("qwen3")
+    engine = await launch(model, num_slots=2)
+    prompt = make_prompt(50)
+    for turn in range(3):
+        before = engine.counters.prefilled
+        generation = await engine.generate(make_request(prompt, seed=turn, max_new_tokens=12))
+        assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
+        # The last sampled token was never fed, and the last token of a prompt is left to the decoding step.
+        assert engine.counters.prefilled - before == (49 if turn == 0 else 9)
+        prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
+
+
+async def test_a_prompt_that_differs_in_one_early_token_reuses_only_up_to_there(launch: Launch) -> None:
+    model = build_model("qwen3")
+    engine = await launch(model)
+    prompt = make_prompt(60)
+    await engine.generate(make_request(prompt, max_new_tokens=5))
+    other = [*prompt[:30], (prompt[30] + 1) % 300, *prompt[31:]]
+    generation = await engine.generate(make_request(other, max_new_tokens=20))
+    assert engine.counters.reused == 30
+    assert max_gap(model, other, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_flush_forgets_cached_prefixes(launch: Launch) -> None:
+    engine = await launch(build_model("qwen3"))
+    prompt = make_prompt(60)
+    await engine.generate(make_request(prompt, max_new_tokens=5))
+    await engine.flush()
+    await engine.generate(make_request(prompt, max_new_tokens=5))
+    assert engine.counters.reused == 0
+
+
+async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch: Launch) -> None:
+    """Joins, leaves, compaction, ordering by length, eviction and shared prefixes all at once, with updates between."""
+    models = [build_model("qwen3")]
+    models += [perturbed(models[0], seed) for seed in (1, 2, 3)]
+    engine = await launch(models[0], num_slots=12, context_length=512)
+    random = np.random.default_rng(0)
+    shared = make_prompt(70, 5)
+
+    async def conversation(index: int) -> None:
+        prompt = shared[: int(random.integers(1, 70))] + make_prompt(int(random.integers(1, 60)), index % 5)
+        for turn in range(2):
+            length = int(min(150, np.exp(3 + random.standard_normal())))
+            generation = await engine.generate(make_request(prompt, seed=index, max_new_tokens=length))
+            assert len(generation.token_ids) == length
+            for segment in generation.segments:
+                assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
+            prompt = prompt + generation.token_ids + make_prompt(1 + turn + index % 7, index)
+
+    from services.common.models import named_weights
+
+    async def updates() -> None:
+        for version in (1, 2, 3):
+            await asyncio.sleep(0.15)
+            await engine.update(named_weights(models[version]), version)
+
+    await asyncio.gather(updates(), *(conversation(i) for i in range(60)))
+    assert engine.health().running == 0
+    assert engine.counters.reused > 0
+
+
+async def test_a_seed_gives_the_same_sample_whatever_runs_beside_it(launch: Launch) -> None:
+    engine = await launch(build_model("qwen3"))
+    prompt = make_prompt(25)
+    alone = await engine.generate(make_request(prompt, seed=42, max_new_tokens=40))
+    crowd = [engine.generate(make_request(make_prompt(10 + i, i), seed=i, max_new_tokens=30)) for i in range(12)]
+    crowded, *_ = await asyncio.gather(engine.generate(make_request(prompt, seed=42, max_new_tokens=40)), *crowd)
+    assert crowded.token_ids == alone.token_ids
+    other = await engine.generate(make_request(prompt, seed=43, max_new_tokens=40))
+    assert other.token_ids != alone.token_ids
+
+
+async def test_without_a_seed_samples_differ(launch: Launch) -> None:
+    engine = await launch(build_model("qwen3"))
+    two = [await engine.generate(make_request(make_prompt(5), seed=None, max_new_tokens=30)) for _ in range(2)]
+    assert two[0].token_ids != two[1].token_ids
+
+
+async def test_requests_join_and_leave_a_running_batch(launch: Launch) -> None:
+    gate = StepGate(at=5)
+    engine = await launch(build_model("qwen3"), on_tokens=gate)
+    long = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=200)))
+    short = await gate.run(engine.generate(make_request(make_prompt(10, 1), max_new_tokens=3)))
+    assert short.finish_reason is FinishReason.LENGTH
+    assert not long.done()
+    assert len((await long).token_ids) == 200
+
+
+async def test_emissions_add_up_to_the_tokens_generated(launch: Launch) -> None:
+    emitted: list[tuple[int, float]] = []
+    engine = await launch(build_model("qwen3"), on_tokens=lambda n, t: emitted.append((n, t)))
+    await asyncio.gather(*(engine.generate(make_request(make_prompt(5, i), max_new_tokens=5 + i)) for i in range(4)))
+    assert sum(n for n, _ in emitted) == engine.health().generated_tokens == 5 + 6 + 7 + 8
+    assert len(emitted) >= 8
+
+
+async def test_minimum_length_suppresses_stop_tokens_and_renormalises(launch: Launch) -> None:
+    from .conftest import reference_logprobs
+
+    model = build_model("qwen3")
+    engine = await launch(model)
+    prompt = make_prompt(10)
+    stops = tuple(range(0, 300, 2))  # half of the vocabulary: it would stop at once
+    generation = await engine.generate(make_request(prompt, stop=stops, min_new_tokens=20, max_new_tokens=60))
+    assert not set(generation.token_ids[:20]) & set(stops)
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.token_ids[-1] in stops
+    reference = reference_logprobs(model, prompt + generation.token_ids, len(prompt))
+    reference[:20, list(stops)] = -torch.inf
+    reference = torch.log_softmax(reference, dim=-1)
+    for row, token, logprob in zip(reference, generation.token_ids, generation.segments[0].logprobs, strict=True):
+        assert abs(float(row[token]) - float(logprob)) <= TOLERANCE

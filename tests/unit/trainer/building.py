@@ -1,0 +1,109 @@
+"""Tiny models and batches for the trainer's tests: random weights, seeded data, real records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.optimizer import OptimizerConfig
+from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
+from services.trainer.model import build_policy_model
+from services.trainer.optimizer import PolicyOptimizer
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+
+VOCAB = 31
+
+
+def tiny_causal_lm(dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0) -> Any:
+    """A Qwen3 of two layers, grouped key-value heads and large enough weights that nothing is near uniform."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).to(dtype)
+
+
+def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1) -> list[TrainingSequence]:
+    """Two-turn sequences of uneven lengths in groups of four, cut into minibatches in order."""
+    rng = np.random.default_rng(seed)
+    rewards = rng.integers(0, 2, size=count).astype(float)
+    result = []
+    for i in range(count):
+        tokens = [rng.integers(0, VOCAB, size=int(n)) for n in rng.integers(1, 9, size=4)]
+        segments = tuple(
+            Segment.policy(t, rng.normal(-3.0, 0.5, size=len(t)), weight_version=int(rng.integers(3, 5)))
+            if turn % 2
+            else Segment.environment(t)
+            for turn, t in enumerate(tokens)
+        )
+        group = rewards[4 * (i // 4) : 4 * (i // 4) + 4]
+        result.append(
+            TrainingSequence(
+                sequence_id=f"g{i // 4}/{i % 4}/0",
+                sequence=Sequence(
+                    policy="actor", segments=segments, reward=float(rewards[i]), stop_reason=StopReason.STOP
+                ),
+                group_mean=float(group.mean()),
+                group_std=float(group.std(ddof=1)) if len(group) > 1 else 1.0,
+                group_size=len(group),
+                staleness=i % 2,
+                minibatch=i * minibatches // count,
+                position=i,
+            )
+        )
+    return result
+
+
+def rank_batch(sequences: list[TrainingSequence], rank: int = 0, world_size: int = 1, step: int = 5) -> RankBatch:
+    """Every ``world_size``-th sequence, with the totals of all."""
+    minibatches = 1 + max(s.minibatch for s in sequences)
+    totals = tuple(
+        MinibatchTotals(
+            num_sequences=sum(s.minibatch == m for s in sequences),
+            num_trained_tokens=sum(s.sequence.num_trained_tokens for s in sequences if s.minibatch == m),
+        )
+        for m in range(minibatches)
+    )
+    share = tuple(sequences[rank::world_size])
+    return RankBatch(policy="actor", training_step=step, minibatches=totals, sequences=share)
+
+
+def train_step(
+    config: AlgorithmConfig,
+    *,
+    causal_lm: Any = None,
+    ranks: Ranks | None = None,
+    max_tokens: int = 64,
+    optimizer: OptimizerConfig | None = None,
+    reference: Any = None,
+    gradient_checkpointing: bool = False,
+    temperature: float = 1.0,
+) -> TrainStep:
+    """A step over a fresh tiny model."""
+    ranks = ranks or Ranks.single()
+    model = build_policy_model(
+        causal_lm if causal_lm is not None else tiny_causal_lm(), ranks, gradient_checkpointing=gradient_checkpointing
+    )
+    return TrainStep(
+        model,
+        PolicyOptimizer(model.named_parameters(), optimizer or OptimizerConfig(lr=1e-2)),
+        config,
+        ranks,
+        max_tokens_per_micro_batch=max_tokens,
+        temperature=temperature,
+        reference=None if reference is None else build_policy_model(reference, ranks, trainable=False),
+    )

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.types import Segment, Sequence, StopReason, TrainingSequence
+from services.trainer.algorithms.advantages import (
+    normalize,
+    sequence_advantages,
+    transform_rewards,
+    weighted_moments,
+)
+
+
+def group(rewards: list[float]) -> list[TrainingSequence]:
+    std = float(np.std(rewards, ddof=1)) if len(rewards) > 1 else 1.0
+    return [
+        TrainingSequence(
+            sequence_id=f"g/{i}/0",
+            sequence=Sequence(
+                policy="actor",
+                segments=(Segment.environment([1]), Segment.policy([2], [-1.0], 0)),
+                reward=reward,
+                stop_reason=StopReason.STOP,
+            ),
+            group_mean=float(np.mean(rewards)),
+            group_std=std,
+            group_size=len(rewards),
+            staleness=0,
+            minibatch=0,
+            position=i,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def test_grpo_golden() -> None:
+    sequences = group([1, 0, 0, 1]) + group([1, 1, 1, 1])
+    expected = [0.86601, -0.86601, -0.86601, 0.86601, 0, 0, 0, 0]
+    assert sequence_advantages(sequences, AlgorithmConfig()).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_singleton_has_no_advantage() -> None:
+    for name in ("grpo", "dr_grpo", "rloo"):
+        config = AlgorithmConfig(advantage=name)  # type: ignore[arg-type]
+        assert sequence_advantages(group([0.7]), config).tolist() == [0.0]
+
+
+def test_dr_grpo_does_not_divide() -> None:
+    config = AlgorithmConfig(advantage="dr_grpo")
+    assert sequence_advantages(group([1, 0, 0, 0]), config).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.25, 0.0, 0.5]
+    others = [(sum(rewards) - r) / 3 for r in rewards]
+    found = sequence_advantages(group(rewards), AlgorithmConfig(advantage="rloo"))
+    assert found.tolist() == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)])
+
+
+def test_reward_transform_adds_scales_and_clips() -> None:
+    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0)
+    assert transform_rewards(np.array([0.0, 1.0, 9.0]), config).tolist() == [-5.0, 5.0, 20.0]
+
+
+def test_transformed_group_advantages_use_transformed_statistics() -> None:
+    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0, advantage_eps=0.0)
+    plain = AlgorithmConfig(advantage_eps=0.0)
+    expected = sequence_advantages(group([1, 0, 0, 1]), plain).tolist()
+    assert sequence_advantages(group([1, 0, 0, 1]), config).tolist() == pytest.approx(expected)
+
+
+def test_a_group_cut_apart_keeps_its_advantages() -> None:
+    whole = group([1, 0, 0, 1])
+    parts = [sequence_advantages([dataclasses.replace(s, minibatch=1)], AlgorithmConfig())[0] for s in whole]
+    assert parts == sequence_advantages(whole, AlgorithmConfig()).tolist()
+
+
+def test_batch_normalisation_is_over_trained_tokens_and_adds_up_over_ranks() -> None:
+    advantages, tokens = np.array([1.0, -2.0, 0.5, 3.0]), np.array([3.0, 1.0, 0.0, 6.0])
+    ranks = [weighted_moments(advantages[:1], tokens[:1]), weighted_moments(advantages[1:], tokens[1:])]
+    moments = tuple(sum(m) for m in zip(*ranks, strict=True))
+    per_token = np.repeat(advantages, tokens.astype(int))
+    expected = (advantages - per_token.mean()) / (per_token.std() + 1e-5)
+    assert normalize(advantages, *moments, 1e-5).tolist() == pytest.approx(expected.tolist())
+
+
+def test_batch_normalisation_of_nothing_changes_nothing() -> None:
+    assert normalize(np.zeros(0), *weighted_moments(np.zeros(0), np.zeros(0)), 1e-5).tolist() == []

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from services.trainer.logprobs import token_logprobs
+
+
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(dtype: torch.dtype, tokens: int = 13, vocab: int = 29) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
+    weight = (2 * torch.randn(vocab, 8, dtype=dtype)).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab, (tokens,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunks", [(4, 7), (1, 1), (100, 100), (13, 29)])
+def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunks: tuple[int, int]) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    upstream = torch.randn(2, len(targets), dtype=torch.float64)
+    results = []
+    for function in (lambda: token_logprobs(hidden, weight, targets, temperature, *chunks),
+                     lambda: naive(hidden, weight, targets, temperature)):  # fmt: skip
+        logprobs, entropy = function()
+        loss = (logprobs * upstream[0]).sum() + (entropy * upstream[1]).sum()
+        results.append([logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck_of_both_outputs() -> None:
+    hidden, weight, targets = inputs(torch.float64, tokens=3, vocab=5)
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 0.7, 2, 2), (hidden, weight))
+
+
+def test_gradcheck_of_the_log_probability_alone() -> None:
+    hidden, weight, targets = inputs(torch.float64, tokens=3, vocab=5)
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, 1.0, 2, 2)[0], (hidden, weight))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    logprobs, entropy = token_logprobs(hidden * 1e4, weight, targets, 1.0, 4, 7)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all()
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
+
+
+def test_bfloat16_inputs_are_summed_in_float32() -> None:
+    hidden, weight, targets = inputs(torch.bfloat16)
+    logprobs, _ = token_logprobs(hidden, weight, targets)
+    expected, _ = naive(hidden.float(), weight.float(), targets, 1.0)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    logprobs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+
+
+def test_no_target_gives_no_log_probability_and_zero_gradients() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    logprobs, _ = token_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+def test_greedy_temperature_is_refused() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        token_logprobs(hidden, weight, targets, 0.0)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Notes the most elements of any tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.num_elements = max(self.num_elements, value.numel())
+        return result
+
+
+def test_no_tensor_is_larger_than_a_block_or_an_input() -> None:
+    hidden, weight, targets = inputs(torch.float32, tokens=512, vocab=4096)
+    with _LargestTensor() as largest:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, 1.0, 64, 256)
+        (logprobs.sum() + entropy.sum()).backward()
+    assert largest.num_elements <= max(64 * 256, weight.numel(), hidden.numel())
+    with _LargestTensor() as largest:
+        naive(hidden, weight, targets, 1.0)
+    assert largest.num_elements == 512 * 4096

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequestError
+from services.common.types import Segment
+from services.trainer.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
+from tests.unit.trainer.building import training_sequences
+
+lengths_lists = st.lists(st.integers(0, 30), max_size=40)
+
+
+def documents(lengths: list[int]) -> list[Document]:
+    """Token ids name the document, so that nothing can be swapped unseen."""
+    return [
+        dataclasses.replace(
+            Document.supervised(np.full(n, i, dtype=np.int32), np.arange(n) % 3 == 1), advantage=float(i)
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+@given(lengths_lists, st.integers(1, 50))
+def test_nothing_is_lost_or_doubled_for_any_budget(lengths: list[int], budget: int) -> None:
+    given_documents = documents(lengths)
+    packed = pack(given_documents, budget)
+    sources = [s for m in packed for s in m.sources.tolist()]
+    assert sorted(sources) == [i for i, n in enumerate(lengths) if n]
+    for micro_batch in packed:
+        for d, source in enumerate(micro_batch.sources.tolist()):
+            start, end = micro_batch.offsets[d : d + 2].tolist()
+            document = given_documents[source]
+            assert micro_batch.token_ids[start:end].tolist() == document.token_ids.tolist()
+            assert micro_batch.loss_mask[start:end].tolist() == document.loss_mask.tolist()
+            assert micro_batch.position_ids[start:end].tolist() == list(range(end - start))
+            assert set(micro_batch.advantages[start:end].tolist()) == {document.advantage}
+            assert set(micro_batch.document_index[start:end].tolist()) == {d}
+
+
+@given(lengths_lists, st.integers(1, 50))
+def test_only_a_single_longer_document_exceeds_the_budget(lengths: list[int], budget: int) -> None:
+    for micro_batch in pack(documents(lengths), budget):
+        assert micro_batch.num_tokens <= budget or micro_batch.num_documents == 1
+
+
+@given(lengths_lists, st.integers(1, 50))
+def test_documents_stand_longest_first_and_ties_keep_their_order(lengths: list[int], budget: int) -> None:
+    for micro_batch in pack(documents(lengths), budget):
+        keys = [(-lengths[s], s) for s in micro_batch.sources.tolist()]
+        assert keys == sorted(keys)
+
+
+@given(lengths_lists, st.integers(1, 50))
+def test_packing_uses_at_most_twice_the_bins_that_the_tokens_need(lengths: list[int], budget: int) -> None:
+    """First fit leaves at most one bin half empty."""
+    bins = first_fit_decreasing(np.array(lengths, dtype=np.int64), budget)
+    half_empty = [b for b in bins if 2 * sum(lengths[i] for i in b) <= budget]
+    assert len(half_empty) <= 1
+
+
+def test_first_fit_decreasing_example() -> None:
+    assert first_fit_decreasing(np.array([3, 9, 4, 5, 12]), 10) == [[4], [1], [3, 2], [0]]
+
+
+def test_a_training_sequence_keeps_exactly_the_sampled_tokens() -> None:
+    item = training_sequences(1)[0]
+    document = Document.from_training_sequence(item, 0.5)
+    policy = [s for s in item.sequence.segments if s.is_policy]
+    assert document.token_ids[document.loss_mask].tolist() == [t for s in policy for t in s.token_ids.tolist()]
+    assert document.behaviour[document.loss_mask].tolist() == [b for s in policy for b in s.logprobs.tolist()]
+    assert set(document.weight_versions[~document.loss_mask].tolist()) == {NO_VERSION}
+    assert document.token_ids.tolist() == item.sequence.token_ids.tolist()
+
+
+def test_a_sequence_without_a_prompt_is_refused_by_name() -> None:
+    item = training_sequences(1)[0]
+    bare = dataclasses.replace(item.sequence, segments=(Segment.policy([1, 2], [-1.0, -1.0], 0),))
+    with pytest.raises(InvalidRequestError, match="g0/0/0 trains its first token"):
+        Document.from_training_sequence(dataclasses.replace(item, sequence=bare), 0.0)
+
+
+def test_a_mask_of_another_length_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="3 tokens but a loss mask of 2"):
+        Document.supervised(np.zeros(3, dtype=np.int32), np.zeros(2, dtype=np.bool_))
+
+
+def test_a_budget_below_one_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="got 0"):
+        pack(documents([3]), 0)
+
+
+def test_a_dummy_trains_nothing() -> None:
+    dummy = dummy_micro_batch()
+    assert dummy.is_dummy and dummy.num_tokens == 1 and len(dummy.target_positions) == 0

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.optimizer import OptimizerConfig
+from services.common.errors import ConfigError, InvalidRequestError
+from services.common.types import RankBatch, Segment, TrainingSequence
+from services.trainer.packing import Document
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+from services.trainer.supervised import SupervisedStep
+from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+
+
+def weights(step: TrainStep | SupervisedStep) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in step.model.named_parameters()}
+
+
+def on_policy(sequences: list[TrainingSequence], temperature: float = 1.0) -> list[TrainingSequence]:
+    """The same tokens, with the log-probabilities that transformers' own forward pass gives them."""
+    model = tiny_causal_lm()
+    result = []
+    for item in sequences:
+        ids = torch.as_tensor(item.sequence.token_ids, dtype=torch.int64)
+        with torch.no_grad():
+            log_p = (model(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
+        behaviour = torch.cat([torch.zeros(1), log_p[:-1].gather(1, ids[1:, None])[:, 0]]).numpy()
+        segments, start = [], 0
+        for segment in item.sequence.segments:
+            end = start + segment.num_tokens
+            if segment.is_policy:
+                segment = Segment.policy(segment.token_ids, behaviour[start:end], segment.weight_version)
+            segments.append(segment)
+            start = end
+        sequence = dataclasses.replace(item.sequence, segments=tuple(segments))
+        result.append(dataclasses.replace(item, sequence=sequence))
+    return result
+
+
+@pytest.mark.parametrize("name", ["m2po", "m2po_mask", "decoupled_ppo", "gspo"])
+def test_replaying_a_batch_from_the_same_state_is_bit_exact(name: str) -> None:
+    batch = rank_batch(training_sequences(12, minibatches=3))
+    config = AlgorithmConfig(name=name, entropy_coefficient=0.01)  # type: ignore[arg-type]
+    results = []
+    for _ in range(2):
+        step = train_step(config)
+        metrics = step.run(batch).as_dict() | {"seconds": 0.0, "tokens_per_second": 0.0}
+        results.append((weights(step), metrics))
+    (first, first_metrics), (second, second_metrics) = results
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert first_metrics == second_metrics
+
+
+def test_a_step_resumed_from_saved_state_is_bit_exact() -> None:
+    batches = [rank_batch(training_sequences(8, seed=s, minibatches=2)) for s in range(2)]
+    step = train_step(AlgorithmConfig())
+    step.run(batches[0])
+    model_state, optimizer_state = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
+    step.run(batches[1])
+    resumed = train_step(AlgorithmConfig(), causal_lm=tiny_causal_lm(seed=7))
+    resumed.model.load_state_dict(model_state)
+    resumed.optimizer.load_state_dict(optimizer_state)
+    resumed.run(batches[1])
+    assert all(torch.equal(p, weights(resumed)[n]) for n, p in weights(step).items())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_policy_data_shows_no_mismatch(temperature: float) -> None:
+    step = train_step(AlgorithmConfig(name="ppo_clip"), temperature=temperature)
+    metrics = step.run(rank_batch(on_policy(training_sequences(8, minibatches=2), temperature)))
+    assert metrics.mismatch_abs < 1e-5 and abs(metrics.mismatch_kl) < 1e-6
+
+
+def test_mismatch_is_taken_before_any_update_and_apart_for_fresh_tokens() -> None:
+    sequences = training_sequences(8, minibatches=2)
+    metrics = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=10.0)).run(rank_batch(sequences))
+    again = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=1e-9)).run(rank_batch(sequences))
+    assert metrics.mismatch_abs == again.mismatch_abs > 0.1 and metrics.mismatch_kl == again.mismatch_kl > 0.0
+    first = [s for item in sequences if item.minibatch == 0 for s in item.sequence.segments if s.is_policy]
+    fresh = sum(s.num_tokens for s in first if s.weight_version == 4)
+    assert metrics.fresh_share == pytest.approx(fresh / sum(s.num_tokens for s in first))
+
+
+def test_decoupled_ppo_on_fresh_data_is_ppo_over_several_minibatches() -> None:
+    """Its proximal policy is that of the step's start, which here is also the behaviour policy."""
+    batch = rank_batch(on_policy(training_sequences(12, minibatches=3)))
+    steps = [train_step(AlgorithmConfig(name=name)) for name in ("ppo_clip", "decoupled_ppo", "tis")]  # type: ignore[arg-type]
+    for step in steps:
+        step.run(batch)
+    expected, *others = (weights(s) for s in steps)
+    for other in others:
+        for name, value in expected.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=2e-4)
+
+
+def test_training_makes_rewarded_sequences_likelier() -> None:
+    step = train_step(AlgorithmConfig(name="ppo_clip", eps_clip=0.9, eps_clip_higher=1e6))
+    losses = []
+    for _ in range(10):
+        batch = rank_batch(training_sequences(8))
+        losses.append(step.run(batch).loss)
+    assert losses[-1] < losses[0]
+
+
+def test_a_group_of_equal_rewards_changes_nothing() -> None:
+    sequences = [
+        dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)
+    ]
+    step = train_step(AlgorithmConfig())
+    before = weights(step)
+    metrics = step.run(rank_batch(sequences))
+    assert metrics.grad_norm == 0.0 and metrics.updates_applied == 1
+    assert all(torch.equal(before[n], p) for n, p in weights(step).items())
+
+
+def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:
+    segments = tuple(s for s in item.sequence.segments if not s.is_policy)
+    return dataclasses.replace(item, sequence=dataclasses.replace(item.sequence, segments=segments))
+
+
+def test_a_sequence_without_trained_tokens_only_counts_as_a_sequence() -> None:
+    sequences = training_sequences(4)
+    sequences[1] = without_trained_tokens(sequences[1])
+    metrics = train_step(AlgorithmConfig()).run(rank_batch(sequences))
+    assert metrics.num_sequences == 4 and np.isfinite(metrics.loss) and metrics.grad_norm > 0
+
+
+def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
+    sequences = training_sequences(4, minibatches=2)
+    sequences[:2] = [without_trained_tokens(s) for s in sequences[:2]]
+    step = train_step(AlgorithmConfig())
+    metrics = step.run(rank_batch(sequences))
+    assert metrics.updates_applied == 1 and metrics.updates_skipped == 1 and step.optimizer.num_updates == 2
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
+    sequences = [dataclasses.replace(s, group_mean=float("nan")) for s in training_sequences(4)]
+    step = train_step(AlgorithmConfig())
+    before = weights(step)
+    metrics = step.run(rank_batch(sequences))
+    assert metrics.updates_skipped == 1 and metrics.updates_applied == 0
+    assert all(torch.equal(before[n], p) for n, p in weights(step).items())
+
+
+def test_wrong_totals_are_refused() -> None:
+    batch = rank_batch(training_sequences(4))
+    wrong = dataclasses.replace(batch.minibatches[0], num_trained_tokens=1)
+    with pytest.raises(InvalidRequestError, match="headers state"):
+        train_step(AlgorithmConfig()).run(dataclasses.replace(batch, minibatches=(wrong,)))
+
+
+def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
+    metrics = train_step(AlgorithmConfig()).run(
+        RankBatch(policy="actor", training_step=1, minibatches=(), sequences=())
+    )
+    assert metrics.num_sequences == 0 and metrics.updates_applied == 0
+
+
+def test_kl_to_a_reference_needs_one() -> None:
+    with pytest.raises(ConfigError, match="needs a reference model"):
+        train_step(AlgorithmConfig(kl_coefficient=0.1))
+
+
+def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
+    batch = rank_batch(training_sequences(4))
+    config = AlgorithmConfig(name="ppo_clip", kl_coefficient=0.1)
+    itself = train_step(config, reference=tiny_causal_lm()).run(batch)
+    other = train_step(config, reference=tiny_causal_lm(seed=1)).run(batch)
+    assert itself.kl_reference == pytest.approx(0.0, abs=1e-6) and other.kl_reference > 0.05
+
+
+def test_the_reference_stays_as_it_was() -> None:
+    step = train_step(AlgorithmConfig(name="ppo_clip", kl_coefficient=0.5), reference=tiny_causal_lm(seed=1))
+    assert step.reference is not None
+    before = [p.detach().clone() for p in step.reference.parameters()]
+    step.run(rank_batch(training_sequences(4)))
+    assert all(torch.equal(a, b) for a, b in zip(before, step.reference.parameters(), strict=True))
+
+
+def supervised_documents() -> list[Document]:
+    rng = np.random.default_rng(0)
+    return [Document.supervised(rng.integers(0, 31, n), np.arange(n) >= 3, f"row {n}") for n in (5, 9, 9, 14)]
+
+
+def test_supervised_loss_is_cross_entropy_over_masked_tokens() -> None:
+    step = train_step(AlgorithmConfig())
+    supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
+    documents = supervised_documents()
+    plain, total = tiny_causal_lm(), 0.0
+    for document in documents:
+        ids = torch.as_tensor(document.token_ids, dtype=torch.int64)
+        logits = plain(input_ids=ids[None]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits[2:-1], ids[3:], reduction="sum").item()
+    metrics = supervised.run(documents)
+    assert metrics.loss == pytest.approx(total / sum(d.num_trained_tokens for d in documents), rel=1e-5)
+    for _ in range(20):
+        last = supervised.run(documents)
+    assert last.loss < metrics.loss
+
+
+def test_supervised_documents_that_train_nothing_change_nothing() -> None:
+    step = train_step(AlgorithmConfig())
+    supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
+    before = weights(supervised)
+    assert supervised.run([Document.supervised(np.zeros(4), np.zeros(4, dtype=bool))]).loss == 0.0
+    assert all(torch.equal(before[n], p) for n, p in weights(supervised).items())
