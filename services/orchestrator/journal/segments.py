@@ -58,11 +58,17 @@ class SegmentWriter:
 
     def roll_if_full(self) -> None:
         """Begin the next segment. Called between transactions only, so that a failed one can be undone."""
-        if self.size >= self._segment_bytes:
-            os.close(self._fd)
-            self.segment += 1
-            self.size = 0
+        if self.size < self._segment_bytes:
+            return
+        old = self._fd
+        self.segment += 1
+        try:
             self._fd = self._open()
+        except OSError:
+            self.segment -= 1
+            raise
+        self.size = 0
+        os.close(old)
 
     def append(self, data: bytes) -> None:
         """Write at the end; on an error the caller calls ``undo``."""

@@ -185,9 +185,11 @@ class Journal:
     def _transaction(self, entries: list[_Entry], lines: list[bytes]) -> None:
         before: dict[str, int] = {}
         rows: list[Row] = []
+        for kind in {entry.kind for entry in entries}:
+            self._writer(kind).roll_if_full()
         try:
             for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=self._next_number):
-                writer = self._writer(entry.kind)
+                writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
                 checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
                 rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum))
@@ -203,8 +205,6 @@ class Journal:
         self._next_number += len(rows)
         self.num_records += len(rows)
         self.num_commits += 1
-        for kind in before:
-            self._writers[kind].roll_if_full()
 
     def _writer(self, kind: str) -> SegmentWriter:
         writer = self._writers.get(kind)

@@ -1,0 +1,102 @@
+"""Waiting with a deadline and a name, owning the tasks one starts, and backing off.
+
+Knows nothing about gRPC or services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+
+from services.common.errors import DeadlineError
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def deadline(seconds: float | None, name: str) -> AsyncIterator[None]:
+    """Bound a wait; ``None`` is for waits that a lease or a stop bounds.
+
+    Raises:
+        DeadlineError: "<name> took longer than <seconds> s". A timeout raised *inside* passes through unchanged.
+    """
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError:
+        if scope.expired():
+            raise DeadlineError(f"{name} took longer than {seconds:g} s", wait=name) from None
+        raise
+
+
+def backoff(first_s: float = 0.1, longest_s: float = 5.0, factor: float = 2.0) -> Iterator[float]:
+    """Seconds to sleep between attempts: growing, bounded, jittered by half so that peers do not march in step."""
+    delay = first_s
+    while True:
+        yield delay * (0.5 + random.random() / 2)
+        delay = min(longest_s, delay * factor)
+
+
+class TaskOwner:
+    """Owns background tasks: none is orphaned, and the first failure is told to whoever waits on ``failed``.
+
+    Use as ``async with TaskOwner() as tasks``; leaving cancels what still runs and waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> TaskOwner:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start a named task. A failure is logged at once and ends ``failed()``."""
+        if self._closed:
+            work.close()
+            raise RuntimeError(f"{name} was started after its owner had closed")
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def failed(self) -> None:
+        """Wait until an owned task fails, and raise what it raised."""
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._failure)
+
+    async def close(self) -> None:
+        """Cancel what runs and wait until it has ended."""
+        self._closed = True
+        current = asyncio.current_task()
+        running = [task for task in self._tasks if task is not current]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._failure is not None and not self._failure.done():
+            self._failure.cancel()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("task.failed", task=task.get_name(), exc_info=error)
+        if self._failure is None:
+            self._failure = task.get_loop().create_future()
+        if not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # retrieved: nobody has to be waiting

@@ -1,0 +1,67 @@
+"""Logs: events with fields, readable on a terminal, JSON lines in the run directory.
+
+``log.info("batch.ready", step=7)``: machines count events, and names do not drift. Ids bound with ``bind`` (run,
+step, policy, task group) are on every later event of the same task.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+def configure(service: str, run_dir: Path | None = None, instance: str | None = None, level: str = "info") -> None:
+    """Send events to standard error and, with a run directory, to ``logs/<instance or service>.jsonl``.
+
+    The launcher's terminal belongs to its live view: it gets warnings and errors only.
+    """
+    name = instance or service
+    file: TextIO | None = None
+    if run_dir is not None:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        file = (run_dir / "logs" / f"{name}.jsonl").open("a", buffering=1, encoding="utf-8")
+    console_level = _LEVELS["warning"] if service == "launcher" else _LEVELS[level]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,
+            _Sink(file, {"service": service, "instance": name}, console_level),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
+
+
+def bind(**ids: Any) -> None:
+    """Put ids on every later event of this task."""
+    structlog.contextvars.bind_contextvars(**ids)
+
+
+class _Sink:
+    """The last processor: one JSON line to the file, one readable line to the terminal."""
+
+    def __init__(self, file: TextIO | None, identity: dict[str, str], console_level: int) -> None:
+        self._file = file
+        self._identity = identity
+        self._console_level = console_level
+        self._render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
+        if self._file is not None:
+            self._file.write(orjson.dumps({**self._identity, **event}, default=str).decode() + "\n")
+        if _LEVELS.get(method, 40) < self._console_level:
+            raise structlog.DropEvent
+        return str(self._render(logger, method, event))

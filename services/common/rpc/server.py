@@ -1,0 +1,173 @@
+"""The one server recipe: health, reflection, status, structured errors, graceful stop.
+
+    server = Server(service="orchestrator", instance_id="orchestrator", host="127.0.0.1", port=50050)
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
+    await server.start()            # answers; health says NOT_SERVING
+    server.set_ready()              # after warm-up; health says SERVING
+    await server.wait_for_stop()    # SIGTERM or SIGINT
+    await server.stop()             # refuse, drain, close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import ConfigError
+from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.rpc.channel import KEEPALIVE
+from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
+from services.common.serde import timestamp_to_proto
+
+log = structlog.get_logger()
+
+STATUS_SERVICE = "millrace.v1.StatusService"
+GRACE_S = 5.0
+
+Gauges = Callable[[], Mapping[str, float]]
+Labels = Callable[[], Mapping[str, str]]
+
+
+class Server:
+    """A gRPC server of one process. Raises ``ConfigError`` for a bind that is not loopback and for a taken port."""
+
+    def __init__(self, *, service: str, instance_id: str, host: str, port: int, run_id: str = "") -> None:
+        if not _is_loopback(host):
+            raise ConfigError(
+                f"{service} may not bind {host}: only loopback (127.0.0.1, ::1, localhost) is allowed, "
+                "because the services do not authenticate their callers; write host: 127.0.0.1"
+            )
+        self.service = service
+        self.host = host
+        self.port = port
+        self._server = grpc.aio.server(
+            interceptors=[ContextInterceptor(), ErrorInterceptor()],
+            options=[
+                *KEEPALIVE,
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.so_reuseport", 0),  # or two services would share a port and each see half of the calls
+            ],
+        )
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+        self._status = _StatusServicer(service, instance_id, run_id)
+        self._on_stop: list[Callable[[], Awaitable[None] | None]] = []
+        self._stop_requested = asyncio.Event()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.add(status_pb2_grpc.add_StatusServiceServicer_to_server, self._status, STATUS_SERVICE)
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
+        """Serve a servicer under its full service name."""
+        add_to_server(servicer, self._server)
+        self._names.append(name)
+
+    def on_stop(self, callback: Callable[[], Awaitable[None] | None]) -> None:
+        """Called when the stop begins: end long streams here, or the stop lasts the full grace."""
+        self._on_stop.append(callback)
+
+    def set_gauges(self, gauges: Gauges, labels: Labels = dict) -> None:
+        """Numbers and texts that GetStatus shows."""
+        self._status.gauges, self._status.labels = gauges, labels
+
+    def set_run_id(self, run_id: str) -> None:
+        self._status.run_id = run_id
+
+    async def start(self) -> int:
+        """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``."""
+        reflection.enable_server_reflection(
+            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            self.port = self._server.add_insecure_port(self.address)
+        except RuntimeError:
+            raise ConfigError(
+                f"{self.service}: port {self.port} is in use; stop what holds it, or give this service another port "
+                "(0 takes a free one)"
+            ) from None
+        await self._server.start()
+        log.info("server.listening", service=self.service, address=self.address)
+        return self.port
+
+    def set_ready(self) -> None:
+        """Say SERVING: only after warm-up."""
+        self._status.state = "ready"
+        for name in ("", *self._names):
+            # The servicer's setter is a coroutine without a wait inside; a task keeps this callable from anywhere.
+            _KEEP.add(task := asyncio.ensure_future(self._health.set(name, health_pb2.HealthCheckResponse.SERVING)))
+            task.add_done_callback(_KEEP.discard)
+        log.info("server.ready", service=self.service, address=self.address)
+
+    def request_stop(self) -> None:
+        """Ask for the stop that ``wait_for_stop`` waits for."""
+        self._stop_requested.set()
+
+    async def wait_for_stop(self) -> None:
+        """Return on SIGTERM, SIGINT or ``request_stop``. No deadline: a service runs until it is told to stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_requested.set)
+        await self._stop_requested.wait()
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Refuse new calls, let running ones end within the grace, close."""
+        self._status.state = "stopping"
+        await self._health.enter_graceful_shutdown()
+        for callback in self._on_stop:
+            if (pending := callback()) is not None:
+                await pending
+        await self._server.stop(grace_s)
+        log.info("server.stopped", service=self.service)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+
+_KEEP: set[asyncio.Future[None]] = set()  # asyncio holds tasks weakly
+
+
+class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
+    def __init__(self, service: str, instance_id: str, run_id: str) -> None:
+        self._service = service
+        self._instance_id = instance_id
+        self._started_at = time.time()
+        self.run_id = run_id
+        self.state = "starting"
+        self.gauges: Gauges = dict
+        self.labels: Labels = dict
+
+    async def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.GetStatusResponse:
+        return status_pb2.GetStatusResponse(
+            service=self._service,
+            instance_id=self._instance_id,
+            run_id=self.run_id,
+            state=self.state,
+            started_at=timestamp_to_proto(self._started_at),
+            gauges=dict(self.gauges()),
+            labels=dict(self.labels()),
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,182 @@
+"""The batches of one policy: assembled once per training step, recorded, then served to any rank for ever.
+
+    ranks -> get(step) -> [recorded? memory, else journal] or [wait for the buffer -> assemble -> record] -> Batch
+
+Invariant: a batch is served only after its ordered ids are durable, so asking again, with any number of ranks and
+after any crash, gives the same batch. Knows nothing about grpc or trainers' leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.aio import deadline
+from services.common.config.policy import BatchConfig
+from services.common.errors import CorruptDataError, InvalidRequestError
+from services.common.types import RankBatch, Sequence, TrainingSequence
+from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.buffer.split import rank_share
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import records
+from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.journal.writer import Journal, JournalReader
+
+log = structlog.get_logger()
+
+KEPT_IN_MEMORY = 2  # the newest batches, for the ranks that ask a little later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    record: BatchRecord
+    sequences: Mapping[str, Sequence]  # by sequence id
+    replayed: bool  # it had been recorded before this call
+
+    def share(self, rank: int, num_ranks: int) -> RankBatch:
+        """One rank's sequences of every minibatch, ordered by (minibatch, position)."""
+        entries = self.record.entries
+        chosen = rank_share([e.num_tokens for e in entries], [e.minibatch for e in entries], rank, num_ranks)
+        ordered = sorted((entries[p] for p in chosen), key=lambda e: (e.minibatch, e.position))
+        return RankBatch(
+            policy=self.record.policy,
+            training_step=self.record.training_step,
+            minibatches=self.record.minibatches,
+            sequences=tuple(
+                TrainingSequence(
+                    sequence_id=e.sequence_id,
+                    sequence=self.sequences[e.sequence_id],
+                    group_mean=e.group_mean,
+                    group_std=e.group_std,
+                    group_size=e.group_size,
+                    staleness=e.staleness,
+                    minibatch=e.minibatch,
+                    position=e.position,
+                )
+                for e in ordered
+            ),
+        )
+
+
+class Batches:
+    def __init__(
+        self,
+        policy: str,
+        config: BatchConfig,
+        experience: Experience,
+        journal: Journal,
+        open_reader: Callable[[], JournalReader],
+    ) -> None:
+        self.policy = policy
+        self._config = config
+        self._experience = experience
+        self._journal = journal
+        self._open_reader = open_reader
+        self._recent: dict[int, Batch] = {}
+        self._changed = asyncio.Event()  # set when a wait may be over
+        self._assembly = asyncio.Lock()
+        self.newest_step = 0  # the newest recorded batch
+        self.newest_version = -1
+        self.paused = False
+        self.num_waiting = 0  # ranks that wait for sequences
+        self.staleness_max = 0  # largest ever put into a batch
+        self.statistics: dict[int, Mapping[str, float]] = {}  # by step, until the step's version is published
+
+    def recover(self, record: BatchRecord) -> None:
+        """A batch that an earlier process recorded."""
+        self._note(record)
+
+    def notify(self) -> None:
+        """The buffer, the newest version or the pause changed."""
+        self._changed.set()
+
+    async def get(self, training_step: int, timeout_s: float) -> Batch:
+        """The batch of a training step; waits for sequences at most ``timeout_s``.
+
+        Raises:
+            DeadlineError: not enough sequences yet, ask again.
+            InvalidRequestError: the version that the step starts from is not published.
+        """
+        if training_step < 1:
+            raise InvalidRequestError(f"training_step is {training_step}; the first is 1")
+        if training_step <= self.newest_step:
+            return await self._replay(training_step)
+        if training_step > self.newest_step + 1 or training_step > self.newest_version + 1:
+            raise InvalidRequestError(
+                f"training step {training_step} of {self.policy} cannot begin: the newest version is "
+                f"{self.newest_version}, the newest recorded batch that of step {self.newest_step}"
+            )
+        buffer = self._experience.buffers[self.policy]
+        wanted = f"{self.policy}: batch of step {training_step} ({self._config.size} sequences)"
+        self.num_waiting += 1
+        try:
+            async with deadline(timeout_s, wanted):
+                while not (buffer.ready and not self.paused) and self.newest_step < training_step:
+                    self._changed.clear()
+                    await self._changed.wait()
+        finally:
+            self.num_waiting -= 1
+        # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
+        return await asyncio.shield(asyncio.ensure_future(self._assemble(training_step)))
+
+    async def _assemble(self, training_step: int) -> Batch:
+        async with self._assembly:
+            if training_step <= self.newest_step:  # another rank was first
+                return await self._replay(training_step)
+            groups, statistics = self._experience.take_batch(self.policy, training_step)
+            record, sequences = assemble(self.policy, training_step, groups, self._config.minibatches, statistics)
+            key = records.batch_key(self.policy, training_step)
+            await self._journal.append(records.BATCH, key, lambda: records.batch_to_json(record))
+            self._experience.batch_recorded(groups)
+            self._note(record)
+            self._remember(Batch(record=record, sequences=sequences, replayed=True))
+            self.notify()
+            log.info("batch.ready", policy=self.policy, step=training_step, sequences=len(record.entries))
+            return Batch(record=record, sequences=sequences, replayed=False)
+
+    async def _replay(self, training_step: int) -> Batch:
+        batch = self._recent.get(training_step)
+        if batch is None:
+            batch = await asyncio.to_thread(self._read, training_step)
+            self._remember(batch)
+        return batch
+
+    def _read(self, training_step: int) -> Batch:
+        reader = self._open_reader()
+        try:
+            key = records.batch_key(self.policy, training_step)
+            found = reader.find(records.BATCH, [key]).get(key)
+            if found is None:
+                raise CorruptDataError(f"the batch of step {training_step} of {self.policy} is not in the journal")
+            record = records.batch_from_json(found)
+            places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
+            keys = [records.trajectory_key(group, index) for group, index, _ in places]
+            found_all = reader.find(records.TRAJECTORY, keys)
+            missing = sorted(set(keys) - set(found_all))
+            if missing:
+                raise CorruptDataError(
+                    f"the batch of step {training_step} of {self.policy} lacks trajectories {', '.join(missing[:5])}"
+                )
+            trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
+        finally:
+            reader.close()
+        sequences = {
+            entry.sequence_id: trajectories[key].sequences[position]
+            for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
+        }
+        return Batch(record=record, sequences=sequences, replayed=True)
+
+    def _note(self, record: BatchRecord) -> None:
+        self.newest_step = max(self.newest_step, record.training_step)
+        self.statistics[record.training_step] = record.statistics
+        self.staleness_max = max(self.staleness_max, int(record.statistics.get("staleness_max", 0)))
+
+    def _remember(self, batch: Batch) -> None:
+        self._recent[batch.record.training_step] = batch
+        for step in sorted(self._recent)[:-KEPT_IN_MEMORY]:
+            if step != batch.record.training_step:
+                del self._recent[step]

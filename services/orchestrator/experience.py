@@ -1,0 +1,161 @@
+"""What resolved slots become: statistics, filtered advantage groups, one buffer and one quota account per policy.
+
+    slot resolved -> quota; last slot -> advantage groups -> dynamic sampling -> buffer -> batch -> version published
+
+The same methods serve live operation and recovery, in journal order, so a restarted orchestrator holds what the earlier
+one held. Knows nothing about replicas, grpc, or how records became durable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from services.common.config.policy import BatchConfig
+from services.common.types import Trajectory
+from services.orchestrator.admission import Admission, Limits
+from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
+from services.orchestrator.journal.records import BatchRecord
+
+
+@dataclass(slots=True)
+class StepStatistics:
+    """What happened since the previous batch of a policy was assembled."""
+
+    reward_sum: float = 0.0
+    num_trajectories: int = 0
+    num_failures: int = 0
+    num_groups_equal: int = 0
+    num_expired: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """Without ``reward_mean`` when no trajectory came in since."""
+        values = {
+            "failures": float(self.num_failures),
+            "groups_equal_dropped": float(self.num_groups_equal),
+            "sequences_expired": float(self.num_expired),
+        }
+        if self.num_trajectories:
+            values["reward_mean"] = self.reward_sum / self.num_trajectories
+        return values
+
+
+class Experience:
+    def __init__(
+        self,
+        policies: Mapping[str, BatchConfig],
+        num_steps: int,
+        counters: Counter[str],
+        on_closed: Callable[[str, str], None] = lambda group_id, reason: None,
+    ) -> None:
+        """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
+        self._policies = policies
+        self._counters = counters
+        self._on_closed = on_closed
+        self.buffers = {
+            name: ExperienceBuffer(batch.size, batch.max_staleness, batch.order) for name, batch in policies.items()
+        }
+        self.admission = Admission(
+            {
+                name: Limits(batch_size=batch.size, max_staleness=batch.max_staleness, num_steps=num_steps)
+                for name, batch in policies.items()
+            }
+        )
+        self._since_batch = {name: StepStatistics() for name in policies}
+        self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
+        self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
+
+    def issued(self, group: TaskGroup) -> None:
+        self.admission.issued(len(group.unresolved))
+
+    def cancelled(self, group: TaskGroup) -> None:
+        """Nothing more is wanted of a training group that is still running."""
+        self.admission.given_up(len(group.unresolved))
+        for policy, count in _sequences_per_policy(group.trajectories).items():
+            self.admission.returned(policy, count)
+
+    def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
+        """A slot of a training group got its outcome (already kept in the group)."""
+        if isinstance(outcome, Trajectory):
+            self.admission.resolved(_sequences_per_policy([outcome]))
+        else:
+            self.admission.given_up(1)
+        for statistics in self._since_batch.values():
+            if isinstance(outcome, Trajectory):
+                statistics.reward_sum += outcome.reward
+                statistics.num_trajectories += 1
+            else:
+                statistics.num_failures += 1
+        if group.complete:
+            self._completed(group)
+
+    def _completed(self, group: TaskGroup) -> None:
+        for advantage_group in advantage_groups(group):
+            self._take_in(advantage_group)
+        if not self._buffered[group.id]:
+            del self._buffered[group.id]
+            self._on_closed(group.id, "nothing to train")
+
+    def _take_in(self, group: AdvantageGroup) -> None:
+        policy = group.policy
+        _, dropped = dynamic_sampling([group], self._policies[policy].dynamic_sampling)
+        if dropped:
+            self._since_batch[policy].num_groups_equal += 1
+            self._drop(group, "sequences_filtered_equal_rewards")
+        elif self.admission.accounts[policy].steps_left == 0:
+            self._drop(group, "sequences_surplus")
+        elif not self.buffers[policy].add(group):
+            self._since_batch[policy].num_expired += group.size
+            self._drop(group, "sequences_expired")
+        else:
+            self._buffered[group.task_group_id] += 1
+
+    def _drop(self, group: AdvantageGroup, counter: str) -> None:
+        self.admission.returned(group.policy, group.size)
+        self._counters[counter] += group.size
+
+    def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
+        """Groups for a batch that can be taken, and what happened since the one before."""
+        groups = self.buffers[policy].take()
+        statistics = self._since_batch[policy].summary()
+        self._since_batch[policy] = StepStatistics()
+        self._in_training[policy, training_step] = sum(group.size for group in groups)
+        return groups, statistics
+
+    def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
+        """A batch of these groups is durable."""
+        for group in groups:
+            self._left_buffer(group, "trained")
+
+    def recover_batch(self, record: BatchRecord) -> None:
+        """A batch was recorded by an earlier process: its sequences are no longer for anybody else."""
+        policy = record.policy
+        groups = self.buffers[policy].take_named({entry.sequence_id for entry in record.entries})
+        self._since_batch[policy] = StepStatistics()
+        missing = len(record.entries) - sum(group.size for group in groups)  # of task groups closed long ago
+        self.admission.accounts[policy].accepted += missing
+        self._in_training[policy, record.training_step] = len(record.entries)
+        self.batch_recorded(groups)
+
+    def advanced(self, policy: str, version: int) -> None:
+        """A version was published: its batch is trained, and what is now too old leaves."""
+        self.admission.advanced(policy, version)
+        for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
+            self.admission.returned(policy, self._in_training.pop(key))
+        for group in self.buffers[policy].advance(version):
+            self._since_batch[policy].num_expired += group.size
+            self._drop(group, "sequences_expired")
+            self._left_buffer(group, "expired")
+
+    def _left_buffer(self, group: AdvantageGroup, reason: str) -> None:
+        name = group.task_group_id
+        self._buffered[name] -= 1
+        if self._buffered[name] <= 0:
+            del self._buffered[name]
+            self._on_closed(name, reason)
+
+
+def _sequences_per_policy(trajectories: Iterable[Trajectory]) -> Counter[str]:
+    return Counter(sequence.policy for trajectory in trajectories for sequence in trajectory.sequences)
