@@ -25,7 +25,7 @@ from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import DEADLINES, translated_errors
 from services.common.serde import interval_to_proto, order_from_proto, weight_version_from_proto
 from services.common.types import TaskGroupOrder, WeightVersion
-from services.inference.streams import call_cancellation_is_an_error
+from services.common.rpc.streams import call_cancellation_is_an_error
 
 log = structlog.get_logger(__name__)
 

@@ -24,7 +24,7 @@ from services.common.pb import pool_pb2
 from services.common.rpc.channel import translated_errors
 from services.common.serde import failure_to_proto, trajectory_to_proto
 from services.common.types import RolloutFailure, Trajectory
-from services.inference.streams import call_cancellation_is_an_error
+from services.common.rpc.streams import call_cancellation_is_an_error
 
 log = structlog.get_logger(__name__)
 

@@ -130,8 +130,12 @@ class Batches:
             groups, statistics = self._experience.take_batch(self.policy, training_step)
             record, sequences = assemble(self.policy, training_step, groups, self._config.minibatches, statistics)
             key = records.batch_key(self.policy, training_step)
-            await self._journal.append(records.BATCH, key, lambda: records.batch_to_json(record))
-            self._experience.batch_recorded(groups)
+            await self._journal.append(
+                records.BATCH,
+                key,
+                lambda: records.batch_to_json(record),
+                apply=lambda: self._experience.batch_recorded(groups),
+            )
             self._note(record)
             self._remember(Batch(record=record, sequences=sequences, replayed=True))
             self.notify()

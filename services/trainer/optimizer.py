@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from services.common.config.optimizer import OptimizerConfig
+from services.common.errors import ConfigError
 from services.trainer.sharding import full
 
 log = structlog.get_logger(__name__)
@@ -36,8 +37,9 @@ def learning_rate(config: OptimizerConfig, update: int) -> float:
     """
     if update < config.warmup_updates:
         return config.lr * (update + 1) / (config.warmup_updates + 1)
-    if config.schedule == "constant" or config.total_updates is None:
+    if config.schedule == "constant":
         return config.lr
+    assert config.total_updates is not None, "the recipe fills it in"
     progress = min((update - config.warmup_updates) / (config.total_updates - config.warmup_updates), 1.0)
     left = _DECAYS[config.schedule](progress)
     return config.lr * (config.final_fraction + (1.0 - config.final_fraction) * left)
@@ -56,6 +58,8 @@ class PolicyOptimizer:
     """AdamW over a model's parameters; sharded parameters keep sharded state."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
+        if config.schedule != "constant" and config.total_updates is None:
+            raise ConfigError(f"optimizer.schedule: {config.schedule} needs total_updates (steps * minibatches)")
         self.config = config
         self.num_updates = 0  # including those that were not applied: the schedule follows the data
         self.parameters = [p for _, p in named_parameters if p.requires_grad]

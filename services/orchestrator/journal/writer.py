@@ -99,11 +99,15 @@ class Journal:
             raise InfrastructureError(f"the journal has failed: {self._failed}")
         self._queue.put(_Entry(kind, key, encode, on_durable))
 
-    def append(self, kind: str, key: str, encode: Encode) -> asyncio.Future[None]:
-        """Queue a record; the future is done when it is durable."""
+    def append(
+        self, kind: str, key: str, encode: Encode, apply: Callable[[], None] | None = None
+    ) -> asyncio.Future[None]:
+        """Queue a record; the future is done when it is durable. ``apply`` runs just before, in submission order."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def durable() -> None:
+            if apply is not None:
+                apply()
             if not future.done():
                 future.set_result(None)
 

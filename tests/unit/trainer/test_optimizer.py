@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.errors import ConfigError
 from services.trainer.optimizer import PolicyOptimizer, learning_rate
 
 
@@ -73,10 +74,14 @@ def test_an_update_equals_adamw_by_hand() -> None:
     torch.testing.assert_close(p.detach(), before - 0.1 * 2.0 / (2.0 + 1e-8))  # bias-corrected first step
 
 
+def test_a_schedule_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs total_updates"):
+        optimizer(OptimizerConfig(schedule="linear"))
+
+
 @pytest.mark.parametrize(
     ("model", "values", "message"),
     [
-        (OptimizerConfig, {"schedule": "linear"}, "needs total_updates"),
         (OptimizerConfig, {"schedule": "cosine", "total_updates": 5, "warmup_updates": 5}, "must be more than"),
         (OptimizerConfig, {"betas": (0.9, 1.0)}, r"\[0, 1\)"),
         (OptimizerConfig, {"learning_rate": 1.0}, "Extra inputs"),

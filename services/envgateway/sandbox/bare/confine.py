@@ -29,6 +29,10 @@ _SYSTEM_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
+_PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE,
+            resource.RLIMIT_NPROC)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ChildLimits:
     """The rlimits of one run. They back up the supervisor's limits and are never the only ones."""
@@ -47,6 +51,9 @@ class Confinement:
     def __init__(self, tier: str, slot_dirs: list[str], readable: list[str]) -> None:
         self._tier = tier
         self._libc = ctypes.CDLL(None, use_errno=True)
+        # root in a container may not raise limits either
+        hard = {what: resource.getrlimit(what)[1] for what in _PER_RUN}
+        self._hard = {what: 1 << 62 if value == resource.RLIM_INFINITY else value for what, value in hard.items()}
         self._filtered = seccomp.is_supported()
         if not self._filtered and tier != "0":
             raise OSError(f"tier {tier} needs seccomp, whose numbers are not known for {os.uname().machine}")
@@ -62,6 +69,8 @@ class Confinement:
 
     def prepare_parent(self) -> None:
         """In the fork server, last: from now on neither it nor its children can do what none of them needs."""
+        for what in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK):
+            resource.setrlimit(what, (0, 0))
         if not self._filtered:
             return
         try:
@@ -92,18 +101,14 @@ class Confinement:
 
     def _set_limits(self, limits: ChildLimits) -> None:
         def both(what: int, value: int) -> None:
-            hard = resource.getrlimit(what)[1]  # root in a container may not raise limits either
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            value = min(value, self._hard[what])
             resource.setrlimit(what, (value, value))
 
-        cpu = int(limits.cpu_s) + 2
-        both(resource.RLIMIT_CPU, cpu)
+        both(resource.RLIMIT_CPU, int(limits.cpu_s) + 2)
         # Address space is not memory: a generous backstop for what grows faster than the supervisor looks.
         both(resource.RLIMIT_AS, 4 * limits.memory_bytes + (1 << 30))
         both(resource.RLIMIT_FSIZE, limits.file_bytes)
         both(resource.RLIMIT_NOFILE, limits.open_files)
-        both(resource.RLIMIT_CORE, 0)
-        both(resource.RLIMIT_MEMLOCK, 0)
         if self._tier != "1":
             resource.setrlimit(RLIMIT_MSGQUEUE, (0, limits.mark))
         # The count is per user, so without a slot user of its own it would count the whole gateway.

@@ -18,6 +18,7 @@ from typing import Any
 
 FILENAME = "<program>"
 OUT_OF_MEMORY = b"M"
+_LONGEST_SHOWN_LINE = 1000
 
 
 def run(source: bytes, echo: bool, note_fd: int) -> int:
@@ -92,6 +93,8 @@ def _report(error: BaseException | None, note_fd: int) -> None:
             os.write(note_fd, OUT_OF_MEMORY)
         except OSError:  # the program closed it: then it is an ordinary error
             pass
+    if isinstance(error, SyntaxError) and len(error.text or "") > _LONGEST_SHOWN_LINE:
+        error.text = None
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != FILENAME:
         trace = trace.tb_next  # leave out this module's frames

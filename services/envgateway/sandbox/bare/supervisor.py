@@ -59,7 +59,7 @@ class Supervisor:
         fd = fcntl.fcntl(theirs, fcntl.F_DUPFD, _LOWEST_CHANNEL_FD)
         theirs.close()
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        boot = f"import sys; sys.path.insert(0, {package!r}); from bare.zygote import main; main()"
+        boot = f"import sys; sys.path.append({package!r}); from bare.zygote import main; main()"
         arguments = [sys.executable, *BARE_FLAGS, "-c", boot, str(fd), self._tier, *(s.directory for s in self._slots)]
         self._zygote_pid = os.posix_spawn(sys.executable, arguments, dict(os.environ))
         os.close(fd)

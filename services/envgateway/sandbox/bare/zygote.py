@@ -73,10 +73,17 @@ class Zygote:
         self._pid = os.getpid()
         real_library = os.path.dirname(os.__file__)
         sys.path[:] = _library_path()
+        for module in list(sys.modules.values()):  # packages that are loaded find their parts by the same way
+            path = getattr(module, "__path__", None)
+            if isinstance(path, list):
+                path[:] = [part.replace(real_library, sys.path[0], 1) for part in path]
         for name in _PRELOADED:
             __import__(name)
         _open_builtins()
         program.warm_up()
+        os.environ["HOME"] = os.environ["TMPDIR"] = "."  # each child's work dir
+        # found once: walking all modules in a child would copy a page for nearly each
+        self._own_modules = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
         self._confinement: Confinement | OSError
         try:
             self._confinement = Confinement(tier, slot_dirs, [real_library])
@@ -145,7 +152,6 @@ class Zygote:
             source = _read_all(source_fd)
             for target, fd in enumerate(fds[1:4]):
                 os.dup2(fd, target)
-            os.environ["HOME"] = os.environ["TMPDIR"] = self._slot_dirs[slot] + "/work"
             try:
                 if isinstance(self._confinement, OSError):
                     raise self._confinement
@@ -156,7 +162,7 @@ class Zygote:
                 return
             os.closerange(_NOTE_FD + 1, 1 << 30)
             os.write(_NOTE_FD, READY.pack(READY_TAG, os.getpid()))
-            for name in [name for name in sys.modules if name == "bare" or name.startswith("bare.")]:
+            for name in self._own_modules:
                 del sys.modules[name]
             program.remember_source(source)
             exit_code = program.run(source, echo, _NOTE_FD)

@@ -1,4 +1,4 @@
-"""One trap of grpc.aio, handled once for every stream that this service reads."""
+"""One trap of grpc.aio, handled once for every stream that a client reads."""
 
 from __future__ import annotations
 

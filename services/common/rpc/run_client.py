@@ -1,0 +1,59 @@
+"""How a process that knows only the orchestrator's address gets the resolved recipe."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.common.aio import backoff, deadline
+from services.common.config.loading import validate
+from services.common.config.recipe import Recipe
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+
+log = structlog.get_logger()
+
+FIRST_CONTACT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """The run as a joining process needs it."""
+
+    run_id: str
+    run_dir: Path  # on the orchestrator's machine
+    recipe: Recipe
+
+
+async def fetch_run(address: str, timeout_s: float = FIRST_CONTACT_S) -> RunSettings:
+    """Ask the orchestrator, waiting until it is there; raises ``DeadlineError`` naming address and remedy."""
+    try:
+        async with deadline(timeout_s, f"the first answer of the orchestrator at {address}"):
+            response = await _ask(address)
+    except DeadlineError as error:
+        raise DeadlineError(
+            f"{error.message}: is it running, and is the address right? "
+            "(start it with `python -m services.orchestrator --run-dir DIR`)"
+        ) from None
+    recipe = validate(json.loads(response.config_json), source=f"the recipe of the orchestrator at {address}")
+    return RunSettings(response.run_id, Path(response.run_dir), recipe)
+
+
+async def _ask(address: str) -> run_pb2.GetRunResponse:
+    async with channel(address) as connection:
+        stub = run_pb2_grpc.RunServiceStub(connection)
+        for delay in backoff(0.2, 2.0):
+            try:
+                with translated_errors(f"orchestrator {address}"):
+                    return await stub.GetRun(
+                        run_pb2.GetRunRequest(), timeout=DEADLINES["GetRun"], metadata=call_metadata()
+                    )
+            except (InfrastructureError, DeadlineError) as error:
+                log.debug("orchestrator.unreachable", address=address, error=error.message)
+                await asyncio.sleep(delay)
+    raise AssertionError("backoff never ends")

@@ -1,0 +1,146 @@
+"""Starting the supervisor: a bare interpreter, by exec, with one socket and an empty environment.
+
+The first start happens before the gateway has threads. A restart after a crash happens later and is still safe:
+``subprocess`` uses vfork and exec, which runs no fork handler of grpc and no Python between the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.common.config.services import SandboxConfig
+from services.common.errors import InfrastructureError, SandboxRefusedError
+from services.envgateway.sandbox.bare import wire
+from services.envgateway.sandbox.slot_users import SlotUsers
+
+log = structlog.get_logger()
+
+_PACKAGE_PARENT = str(Path(__file__).parent)
+_HELLO_TIMEOUT_S = 20.0
+_PREFIX = "millrace-sandbox-"
+_BARE_FLAGS = ("-I", "-S", "-X", "utf8")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}  # all that a program can find in its own
+
+
+@dataclass(slots=True)
+class LaunchedSupervisor:
+    """A supervisor that has found its tier."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    tier: str
+    facts: dict[str, Any]
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Close its channel, on which it ends all runs and itself."""
+        self.channel.close()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class SupervisorLauncher:
+    """Holds what outlives one supervisor: slot users and the directory of work dirs."""
+
+    def __init__(self, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> None:
+        self._config = config
+        self._tiers = tiers if tiers is not None else ("1", "U")
+        if config.allow_tier_0 and tiers is None:
+            self._tiers = ("1", "U", "0")
+        self._users = SlotUsers(config.num_slots)
+        _remove_directories_of_the_dead()
+        self._base_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        os.chmod(self._base_dir, 0o711)  # slot users pass through, and see nothing of each other
+
+    def launch(self) -> LaunchedSupervisor:
+        """Start a supervisor and wait for its hello.
+
+        Raises:
+            SandboxRefusedError: no tier that the config allows works here; names the line to add.
+            InfrastructureError: it died or said nothing.
+        """
+        tiers = self._tiers
+        if not self._users.marks:
+            tiers = tuple(tier for tier in tiers if tier == "1")
+        ours, theirs = socket.socketpair()
+        settings = {
+            "channel": theirs.fileno(),
+            "tiers": tiers,
+            "base_dir": self._base_dir,
+            "uids": self._users.uids,
+            "marks": self._users.marks or [0] * self._config.num_slots,
+            "num_slots": self._config.num_slots,
+        }
+        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.main import main; main()"
+        # the real interpreter, not a version manager's shim: 150 ms a start
+        interpreter = os.path.realpath(sys.executable)
+        process = subprocess.Popen(
+            [interpreter, *_BARE_FLAGS, "-c", boot, json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=_ENVIRONMENT,
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        try:
+            hello = _read_hello(ours)
+        except (OSError, EOFError) as error:
+            process.kill()
+            process.wait()
+            ours.close()
+            raise InfrastructureError(f"the sandbox supervisor did not start: {error}") from error
+        if hello["kind"] == "refused":
+            process.wait(_HELLO_TIMEOUT_S)
+            ours.close()
+            raise SandboxRefusedError(_refusal(hello["reasons"], self._config.allow_tier_0))
+        log.info("sandbox.ready", tier=hello["tier"], slots=self._config.num_slots, **hello["facts"])
+        if hello["tier"] == "0":
+            log.warning("sandbox.not_isolated", why="allow_tier_0 is set", stronger_tiers=hello["reasons"])
+        return LaunchedSupervisor(process, ours, hello["tier"], hello["facts"])
+
+    def close(self) -> None:
+        shutil.rmtree(self._base_dir, ignore_errors=True)
+        self._users.release()
+
+
+def _read_hello(channel: socket.socket) -> dict[str, Any]:
+    channel.settimeout(_HELLO_TIMEOUT_S)
+    frames = wire.FrameReader()
+    while data := channel.recv(65536):
+        for head, _ in frames.feed(data):
+            return head
+    raise EOFError("it ended without a word")
+
+
+def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
+    tried = "; ".join(reasons) or "none could be tried"
+    message = f"code cannot be isolated on this machine ({tried})."
+    if not tier_0_allowed:
+        message += (
+            " Run the gateway as root, or where user namespaces work. To run code with resource limits only, without "
+            "isolation (trusted code only!), add this line to the recipe: envgateway.sandbox.allow_tier_0: true"
+        )
+    return message
+
+
+def _remove_directories_of_the_dead() -> None:
+    """Work dirs of gateways that were killed. Their names carry the gateway's pid."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
+        if match and not os.path.exists(f"/proc/{match[1]}") and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)

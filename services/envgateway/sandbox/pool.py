@@ -1,0 +1,208 @@
+"""Programs in, results out: a first-come queue before a fixed number of slots.
+
+Knows nothing about how a program is confined. Each run goes
+
+    queue (bounded, with a deadline) → slot → supervisor → result; the slot is free again when the supervisor says so,
+    which is when it is empty, also for a run whose caller has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+
+import structlog
+
+from services.common.config.services import SandboxConfig
+from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
+from services.envgateway.sandbox.connection import SupervisorConnection
+from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+
+log = structlog.get_logger()
+
+MAX_CODE_BYTES = 1 << 20
+_ANSWER_GRACE_S = 10.0
+_RESTART_PAUSE_S = 1.0
+
+
+class SandboxPool:
+    """Create with ``start_before_threads``, before grpc or anything else starts a thread."""
+
+    def __init__(self, config: SandboxConfig, launcher: SupervisorLauncher, supervisor: LaunchedSupervisor) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._supervisor: LaunchedSupervisor | None = supervisor
+        self._connection: SupervisorConnection | None = None
+        self._connecting = asyncio.Lock()
+        self._free = config.num_slots
+        self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._last_start = 0.0
+        self._mean_wall_s = 0.05
+        self._draining: set[asyncio.Future[ExecutionResult]] = set()
+        self._closed = False
+        self.tier = supervisor.tier
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    @classmethod
+    def start_before_threads(cls, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> SandboxPool:
+        """Start the supervisor and find the tier; ``tiers`` narrows the choice.
+
+        Raises:
+            SandboxRefusedError: nothing that the config allows works here; names the line to add.
+        """
+        launcher = SupervisorLauncher(config, tiers)
+        try:
+            supervisor = launcher.launch()
+        except BaseException:
+            launcher.close()
+            raise
+        return cls(config, launcher, supervisor)
+
+    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult:
+        """Run one program. Cancelling the caller kills it.
+
+        Raises:
+            CapacityError: too many are waiting, or no slot came free in time; says when to come back.
+        """
+        try:
+            code = request.code.encode()
+        except UnicodeEncodeError as error:
+            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=f"the program is no text: {error}")
+        if len(code) > MAX_CODE_BYTES:
+            detail = f"the program has {len(code)} bytes, more than {MAX_CODE_BYTES}"
+            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail)
+        await self._take_slot(queue_timeout_s)
+        release = True
+        try:
+            connection = await self._connected()
+            if isinstance(connection, ExecutionResult):
+                return self._counted(connection)
+            limits = request.limits.within(self._config)
+            submitted = connection.submit(code, request.stdin, limits, request.echo)
+            release = False
+            submitted.result.add_done_callback(self._ended)
+            self._draining.add(submitted.result)
+            try:
+                async with asyncio.timeout(limits["wall_s"] + _ANSWER_GRACE_S):
+                    result = await asyncio.shield(submitted.result)
+            except TimeoutError:
+                log.error("sandbox.supervisor_stalled", waited_s=limits["wall_s"] + _ANSWER_GRACE_S)
+                self._kill_supervisor()
+                return self._counted(
+                    ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail="the supervisor did not answer")
+                )
+            except asyncio.CancelledError:
+                submitted.cancel()
+                raise
+            self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
+            return self._counted(result)
+        finally:
+            if release:
+                self._give_slot()
+
+    async def close(self) -> None:
+        """End all runs and the supervisor."""
+        self._closed = True
+        for waiting in self._queue:
+            waiting.cancel()
+        if self._connection is not None:
+            self._connection.close()
+        if self._supervisor is not None:
+            await asyncio.to_thread(self._supervisor.stop)
+        self._launcher.close()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Numbers for GetStatus."""
+        busy = self._config.num_slots - self._free
+        return {
+            "sandbox_busy_slots": float(busy),
+            "sandbox_queued": float(len(self._queue)),
+            **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
+        }
+
+    # -- slots --------------------------------------------------------------------------------------------------
+
+    async def _take_slot(self, timeout_s: float) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        if len(self._queue) >= self._config.queue_size:
+            raise self._full(f"{len(self._queue)} programs are waiting")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as left:
+            if turn.done() and not turn.cancelled():
+                self._give_slot()  # it was our turn in the very moment of leaving
+            elif turn in self._queue:
+                self._queue.remove(turn)
+            if isinstance(left, TimeoutError):
+                raise self._full(f"no slot came free within {timeout_s:g} s") from None
+            raise
+
+    def _full(self, why: str) -> CapacityError:
+        wait_s = max(0.1, self._mean_wall_s * (len(self._queue) + 1) / self._config.num_slots)
+        return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
+
+    def _give_slot(self) -> None:
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    def _ended(self, result: asyncio.Future[ExecutionResult]) -> None:
+        self._draining.discard(result)
+        self._give_slot()
+
+    def _counted(self, result: ExecutionResult) -> ExecutionResult:
+        self.counts[result.status.value] += 1
+        return result
+
+    # -- the supervisor -----------------------------------------------------------------------------------------
+
+    async def _connected(self) -> SupervisorConnection | ExecutionResult:
+        """A live connection, or why there is none."""
+        if self._connection is not None and self._connection.is_open:
+            return self._connection
+        async with self._connecting:
+            if self._connection is not None and self._connection.is_open:
+                return self._connection
+            if self._connection is not None or self._supervisor is None:
+                try:
+                    await self._restart()
+                except (InfrastructureError, SandboxRefusedError) as error:
+                    log.error("sandbox.restart_failed", error=error.message)
+                    return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail=error.message)
+            assert self._supervisor is not None
+            channel = self._supervisor.channel
+            channel.setblocking(False)
+            loop = asyncio.get_running_loop()
+            _, self._connection = await loop.create_unix_connection(SupervisorConnection, sock=channel)
+            return self._connection
+
+    async def _restart(self) -> None:
+        dead, self._supervisor, self._connection = self._supervisor, None, None
+        if self._closed:
+            raise InfrastructureError("the sandbox is closed")
+        if dead is not None:
+            await asyncio.to_thread(dead.stop, 1.0)
+        pause = self._last_start + _RESTART_PAUSE_S - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        self._last_start = time.monotonic()
+        self._supervisor = await asyncio.to_thread(self._launcher.launch)
+        self.tier = self._supervisor.tier
+        self.counts["restarts"] += 1
+        log.warning("sandbox.restarted", tier=self.tier)
+
+    def _kill_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.process.kill()
+

@@ -1,0 +1,55 @@
+"""Users and marks for slots, shared fairly with other gateways on this machine.
+
+A slot user is a number without an account. It is held by an abstract socket, which the kernel frees when the gateway
+dies, however it dies; the gateway holds it rather than the supervisor, so that a restarted supervisor finds, and
+sweeps, the same users.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import socket
+
+_FIRST_UID, _NUM_UIDS = 61000, 4000
+_RLIMIT_MSGQUEUE = 12
+_SMALLEST_USEFUL_HARD_LIMIT = 1 << 16
+
+
+class SlotUsers:
+    """``uids`` is empty when not root. ``marks`` is empty where processes cannot be marked."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._held: list[socket.socket] = []
+        self.uids: list[int] = self._reserve(num_slots) if os.getuid() == 0 else []
+        hard = resource.getrlimit(_RLIMIT_MSGQUEUE)[1]
+        highest = 1 << 40 if hard == resource.RLIM_INFINITY else hard
+        # a low limit could be anybody's, and a sweep by mark must never reach a stranger
+        usable = highest >= _SMALLEST_USEFUL_HARD_LIMIT
+        self.marks: list[int] = random.sample(range(1024, min(highest, 1 << 40)), num_slots) if usable else []
+
+    def _reserve(self, num_slots: int) -> list[int]:
+        start = os.getpid() * num_slots
+        uids = []
+        for step in range(_NUM_UIDS):
+            uid = _FIRST_UID + (start + step) % _NUM_UIDS
+            holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                holder.bind(f"\0millrace-slot-user-{uid}")
+            except OSError as error:
+                holder.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            self._held.append(holder)
+            uids.append(uid)
+            if len(uids) == num_slots:
+                break
+        return uids
+
+    def release(self) -> None:
+        for holder in self._held:
+            holder.close()
+        self._held.clear()

@@ -1,0 +1,255 @@
+"""Who plays what: orphaned task groups first, then evaluation, then new training groups while the quota has room.
+
+    pump():  [orphans] -> [evaluation] -> [training, admission open] -> replica with the most free slots
+             -> journal the issue -> durable -> command to the replica
+
+Whole task groups go to the replica with the most free slots, so a slow one never blocks another. An order is sent only
+once its issue is durable. A replica that does not hold versions known to the ledger gets no work. Never waits: ``pump``
+is called whenever something changed, and ``waits_for`` says what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import structlog
+
+from services.common.types import TaskGroupOrder
+from services.orchestrator.admission import Admission
+from services.orchestrator.commands import AnnounceVersion, CancelGroup, PlayGroup
+from services.orchestrator.evaluation import Evaluations
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import TaskGroup
+from services.orchestrator.journal import records
+from services.orchestrator.journal.records import GroupRecord
+from services.orchestrator.journal.writer import Journal
+from services.orchestrator.orders import TrainingOrders
+from services.orchestrator.pool import Replica, ReplicaPool
+from services.orchestrator.versions import VersionLedger
+
+log = structlog.get_logger()
+
+ANNOUNCE_AGAIN_S = 15.0  # a replica that still holds something else is told again
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        *,
+        pool: ReplicaPool,
+        groups: dict[str, TaskGroup],
+        experience: Experience,
+        ledgers: Mapping[str, VersionLedger],
+        max_staleness: Mapping[str, int],
+        training: TrainingOrders,
+        evaluations: Evaluations,
+        journal: Journal,
+        counters: Counter[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._experience = experience
+        self._ledgers = ledgers
+        self._max_staleness = max_staleness
+        self._training = training
+        self._evaluations = evaluations
+        self._journal = journal
+        self._counters = counters
+        self._clock = clock
+        self._orphans: dict[str, None] = {}  # task groups with open slots that nobody plays, in order
+        self._scheduled = False
+        self.train = False  # training groups may be issued
+        self.held_back = ""  # why nothing at all may be issued: paused, no free disk
+        self.waits_for = ""
+
+    @property
+    def _admission(self) -> Admission:
+        return self._experience.admission
+
+    def schedule(self) -> None:
+        """Pump soon, once, however many things changed."""
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._scheduled_pump)
+
+    def _scheduled_pump(self) -> None:
+        self._scheduled = False
+        self.pump()
+
+    def pump(self) -> None:
+        """Issue everything that can be issued now."""
+        self.waits_for = self.held_back or self._issue()
+
+    def _issue(self) -> str:
+        if not any(replica.takes_work for replica in self._pool):
+            return "no replica has joined" if not len(self._pool) else "no replica takes work"
+        wait = self._issue_orphans()
+        while (group := self._evaluations.next_group()) is not None:
+            replica = self._choose(group.order, len(group.order.indices))
+            if replica is None:
+                self._evaluations.put_back(group)
+                wait = wait or f"no free replica holds {_versions(group.order.required_versions)}"
+                break
+            self._issue_to(group, replica)
+        return self._issue_training() or wait
+
+    def _issue_orphans(self) -> str:
+        wait = ""
+        for name in list(self._orphans):
+            group = self._groups.get(name)
+            if group is None or group.complete:
+                del self._orphans[name]
+                continue
+            replica = self._choose(group.order, len(group.unresolved))
+            if replica is None:
+                wait = f"no free replica for task group {name}"
+                continue
+            del self._orphans[name]
+            self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
+            where = {"task_group_id": name, "replica_id": replica.replica_id, "incarnation": replica.incarnation}
+            self._counters["slots_reissued"] += len(group.unresolved)
+            self._journal.submit(records.ASSIGNMENT, name, lambda where=where: where, self._send_when_durable(name))
+        return wait
+
+    def _issue_training(self) -> str:
+        if not self.train:
+            return ""
+        size = self._training.group_size
+        while self._admission.open():
+            replica = self._choose(None, size)
+            if replica is None:
+                return self._why_no_replica(size)
+            group = self._training.next_group()
+            self._experience.issued(group)
+            self._issue_to(group, replica)
+        accounts = self._admission.accounts
+        full = [
+            f"{policy}: {account.accepted + round(self._admission.expected(policy))} of {account.quota}"
+            for policy, account in accounts.items()
+            if account.steps_left > 0 and not self._admission.has_room(policy)
+        ]
+        return f"staleness quota full ({', '.join(full)})" if full else ""
+
+    def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
+        self._groups[group.id] = group
+        self._pool.assign(replica, group.id, group.order.indices, group.order.required_versions)
+        record = GroupRecord(
+            order=group.order,
+            position=group.position,
+            evaluation=group.evaluation,
+            replica_id=replica.replica_id,
+            incarnation=replica.incarnation,
+        )
+        self._counters["task_groups_issued"] += 1
+        durable = self._send_when_durable(group.id)
+        self._journal.submit(records.GROUP, group.id, lambda: records.group_to_json(record), durable)
+
+    def _send_when_durable(self, name: str) -> Callable[[], None]:
+        def durable() -> None:
+            replica = self._pool.owner(name)
+            if replica is not None:
+                replica.assignments[name].issued = True
+                self._send(replica, name)
+
+        return durable
+
+    def _send(self, replica: Replica, name: str) -> None:
+        group = self._groups.get(name)
+        if group is not None and group.unresolved:
+            order = dataclasses.replace(group.order, indices=group.unresolved)
+            self._pool.send(replica, PlayGroup(order))
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    def _choose(self, order: TaskGroupOrder | None, num_slots: int) -> Replica | None:
+        """The replica with the most free slots that may play it; ``None`` as order is any training order."""
+        required = order.required_versions if order is not None else {}
+        usable = [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required)]
+        return max(usable, key=lambda r: (r.num_free, r.replica_id), default=None)
+
+    def may_play(self, replica: Replica, required: Mapping[str, int]) -> bool:
+        """Holds known versions of all policies: exactly the required ones, or (training) none too old to be trained."""
+        for policy, ledger in self._ledgers.items():
+            held = replica.held.get(policy)
+            if held is None or not ledger.knows(held.number, held.digest):
+                return False
+            if policy in required:
+                if held.number != required[policy]:
+                    return False
+            elif not required and ledger.newest_number - held.number > self._max_staleness[policy]:
+                return False
+        return True
+
+    def _why_no_replica(self, num_slots: int) -> str:
+        working = [r for r in self._pool if r.takes_work]
+        if not any(self.may_play(r, {}) for r in working):
+            return "no replica holds a version that the ledger knows and that is new enough"
+        return f"no replica has {num_slots} free slots"
+
+    # --- what replicas are told --------------------------------------------------------------------------------------
+
+    def rejoined(self, replica: Replica) -> None:
+        """A stream of the replica began: send what is still wanted of it, and what it should hold."""
+        self.sync_versions(replica)
+        for name, assignment in replica.assignments.items():
+            if assignment.issued:
+                self._send(replica, name)
+        self.schedule()
+
+    def adopt(self, replica: Replica, task_group_ids: Iterable[str]) -> None:
+        """Task groups that a replica says it is playing and nobody else plays are its own again; those that are not
+        wanted any more it may stop."""
+        for name in task_group_ids:
+            group = self._groups.get(name)
+            if group is None or group.complete:
+                self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
+            elif name in self._orphans:
+                del self._orphans[name]
+                self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
+                replica.assignments[name].issued = True
+
+    def sync_versions(self, replica: Replica, *, again: bool = False) -> None:
+        """Tell a replica the newest version of each policy that it does not hold, unless an evaluation pins it."""
+        now = self._clock()
+        for policy, held in replica.held.items():
+            newest = self._ledgers[policy].newest if policy in self._ledgers else None
+            if newest is None or (held.number == newest.number and held.digest == newest.digest):
+                continue
+            pinned = replica.pinned_version(policy)
+            if pinned is not None and held.number == pinned:
+                continue
+            told, when = replica.announced.get(policy, (-1, 0.0))
+            if told == newest.number and now - when < ANNOUNCE_AGAIN_S and not again:
+                continue
+            if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
+                self._counters["wrong_digest_held"] += 1
+            replica.announced[policy] = (newest.number, now)
+            self._pool.send(replica, AnnounceVersion(newest))
+
+    # --- what comes back ---------------------------------------------------------------------------------------------
+
+    def orphaned(self, task_group_ids: Iterable[str]) -> None:
+        """Nobody plays these any more; their open slots are issued again."""
+        for name in task_group_ids:
+            group = self._groups.get(name)
+            if group is not None and not group.complete:
+                group.num_lost += 1
+                self._orphans[name] = None
+                log.info("task_group.orphaned", task_group=name, open_slots=len(group.unresolved))
+        self.schedule()
+
+    def cancel(self, name: str, reason: str) -> None:
+        """Nothing more is wanted of a task group, wherever it is."""
+        self._orphans.pop(name, None)
+        replica = self._pool.release(name)
+        if replica is not None:
+            self._pool.send(replica, CancelGroup(name, reason))
+            self.sync_versions(replica)
+
+
+def _versions(required: Mapping[str, int]) -> str:
+    return ", ".join(f"{policy} version {number}" for policy, number in required.items())

@@ -1,0 +1,148 @@
+"""Records coming in: checked, made durable, and only then counted as there.
+
+Invariants: the first durable record of a slot wins; a record is answered only when it, or the one that it repeats, is
+durable; what is unknown, repeated or malformed is answered and counted, never raised. Knows nothing about grpc, about
+who plays a slot, or what becomes of it afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import structlog
+
+from services.common.types import RolloutFailure, Trajectory
+from services.orchestrator.groups import Outcome, TaskGroup
+from services.orchestrator.journal import records
+from services.orchestrator.journal.writer import Journal
+from services.orchestrator.versions import VersionLedger
+
+log = structlog.get_logger()
+
+INVALID_RECORD = "INVALID_RECORD"
+
+
+class RecordOutcome(enum.StrEnum):
+    ACCEPTED = "accepted"  # durable, and the first for its slot
+    DUPLICATE = "duplicate"  # its slot had a record, or its task group is closed
+    UNKNOWN = "unknown"  # no such task group or slot
+    INVALID = "invalid"  # malformed: stored as a failure
+
+
+class Ingest:
+    def __init__(
+        self,
+        groups: Mapping[str, TaskGroup],
+        was_issued: Callable[[str], bool],
+        ledgers: Mapping[str, VersionLedger],
+        journal: Journal,
+        counters: Counter[str],
+        on_resolved: Callable[[TaskGroup, Outcome], None],
+    ) -> None:
+        """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones."""
+        self._groups = groups
+        self._was_issued = was_issued
+        self._ledgers = ledgers
+        self._journal = journal
+        self._counters = counters
+        self._on_resolved = on_resolved
+        # Slots whose first record is on its way to the disk, with those who wait to hear that theirs is a duplicate.
+        self._pending: dict[tuple[str, int], list[Callable[[RecordOutcome], None]]] = {}
+
+    def submit(self, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
+        """Take a record in; ``answer`` is called once, when its outcome is certain."""
+        group = self._groups.get(record.task_group_id)
+        slot = (record.task_group_id, record.index)
+        if group is None or not group.has_slot(record.index):
+            issued = group is None and self._was_issued(record.task_group_id)
+            self._drop(record, RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN)
+            answer(RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN)
+        elif record.index in group.outcomes:
+            self._drop(record, RecordOutcome.DUPLICATE)
+            answer(RecordOutcome.DUPLICATE)
+        elif slot in self._pending:
+            self._drop(record, RecordOutcome.DUPLICATE)
+            self._pending[slot].append(answer)
+        else:
+            self._store(group, record, answer)
+
+    def fail(self, group: TaskGroup, index: int, reason: str, detail: str) -> None:
+        """Resolve a slot that nobody will play any more."""
+        failure = RolloutFailure(task_group_id=group.id, index=index, reason=reason, detail=detail)
+        self.submit(failure, lambda outcome: None)
+
+    def _store(self, group: TaskGroup, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
+        outcome = RecordOutcome.ACCEPTED
+        if isinstance(record, Trajectory):
+            fault = find_fault(record, self._ledgers, group.order.required_versions)
+            if fault:
+                outcome = RecordOutcome.INVALID
+                self._drop(record, outcome, fault)
+                record = RolloutFailure(
+                    task_group_id=record.task_group_id,
+                    index=record.index,
+                    reason=INVALID_RECORD,
+                    detail=fault,
+                    replica_id=record.replica_id,
+                )
+        slot = (record.task_group_id, record.index)
+        self._pending[slot] = []
+
+        def durable() -> None:
+            waiting = self._pending.pop(slot)
+            # A task group that was cancelled meanwhile wants nothing more.
+            if group.id in self._groups and group.resolve(record):
+                self._on_resolved(group, record)
+            answer(outcome)
+            for repeat in waiting:
+                repeat(RecordOutcome.DUPLICATE)
+
+        key = records.trajectory_key(*slot)
+        if isinstance(record, Trajectory):
+            trajectory = record
+            self._journal.submit(records.TRAJECTORY, key, lambda: records.trajectory_to_json(trajectory), durable)
+        else:
+            failure = record
+            self._counters[f"failures_{failure.reason.lower()}"] += 1
+            self._journal.submit(records.FAILURE, key, lambda: records.failure_to_json(failure), durable)
+
+    def _drop(self, record: Outcome, outcome: RecordOutcome, detail: str = "") -> None:
+        self._counters[f"records_{outcome.value}"] += 1
+        log.warning(
+            "record.dropped",
+            outcome=outcome.value,
+            task_group=record.task_group_id,
+            index=record.index,
+            replica=record.replica_id,
+            detail=detail,
+        )
+
+
+def find_fault(
+    trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], required_versions: Mapping[str, int]
+) -> str:
+    """What is wrong with a trajectory; empty when nothing is."""
+    if not math.isfinite(trajectory.reward):
+        return f"the reward is {trajectory.reward}"
+    for sequence in trajectory.sequences:
+        ledger = ledgers.get(sequence.policy)
+        if ledger is None:
+            return f"unknown policy {sequence.policy!r}"
+        if not math.isfinite(sequence.reward):
+            return f"the reward of a sequence of {sequence.policy} is {sequence.reward}"
+        newest = ledger.newest_number
+        required = required_versions.get(sequence.policy)
+        for segment in sequence.segments:
+            if not segment.is_policy:
+                continue
+            if segment.weight_version > newest:
+                return f"version {segment.weight_version} of {sequence.policy} is from the future: the newest is {newest}"
+            if required is not None and segment.num_tokens and segment.weight_version != required:
+                return f"sampled from version {segment.weight_version} of {sequence.policy}, not {required}"
+            if not np.isfinite(segment.logprobs).all():
+                return f"a log-probability of {sequence.policy} is not finite"
+    return ""

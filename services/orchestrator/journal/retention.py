@@ -1,0 +1,47 @@
+"""Which trajectory segments may be deleted: closed ones that no replay and nothing live can need.
+
+Batches since the last durable checkpoint of their policy are never collected, nor what they refer to. A segment goes as
+a whole or stays. Batches, versions, task groups and evaluations stay for ever; they are small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.journal import records
+from services.orchestrator.journal.writer import Journal, JournalReader
+
+
+def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: Collection[str]) -> list[int]:
+    """Delete what may go; returns the segments. Blocking: call it in a thread.
+
+    ``live_groups`` are task groups that are running or have sequences in a buffer; what is recorded after they were
+    listed lies in a segment that is still being written.
+    """
+    current = journal.current_segments().get(records.TRAJECTORY)
+    reader = JournalReader(journal.directory)
+    try:
+        kept: set[int] = set()
+        segments: set[int] = set()
+        needed = set(live_groups)
+        places: list[tuple[str, int]] = []
+        for row in reader.rows():
+            if row.kind == records.BATCH:
+                policy, _, step = row.key.rpartition("/")
+                if int(step) > checkpoint_steps.get(policy, 0):
+                    record = reader.load(row)
+                    entries = [] if record is None else records.batch_from_json(record).entries
+                    needed.update(split_sequence_id(entry.sequence_id)[0] for entry in entries)
+            elif row.kind == records.TRAJECTORY:
+                segments.add(row.segment)
+                places.append((row.key.rpartition("/")[0], row.segment))
+        kept = {segment for group, segment in places if group in needed}
+        if current is None:
+            return []
+        removable = sorted(segment for segment in segments - kept if segment < current)
+        for segment in removable:
+            reader.remove_segment(records.TRAJECTORY, segment)
+        return removable
+    finally:
+        reader.close()

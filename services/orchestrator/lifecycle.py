@@ -1,0 +1,97 @@
+"""The run from its first version to its last: evaluate, train, evaluate, finish.
+
+    STARTING -> EVALUATING_START -> TRAINING -> EVALUATING_END -> FINISHED
+        '--------------- StopRun at any time ------------------> STOPPED
+
+Each phase is a condition on what is durable, so a restarted orchestrator walks through those that are done at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+
+from services.orchestrator.ring import Ring
+from services.orchestrator.run_control import RunState
+
+log = structlog.get_logger()
+
+START = "start"
+END = "end"
+
+
+async def live(ring: Ring) -> None:
+    """Return when the run has ended, finished or stopped."""
+    if not ring.control.ended:
+        phases = asyncio.ensure_future(_phases(ring))
+        stop = asyncio.ensure_future(ring.control.stop_requested.wait())
+        try:
+            await asyncio.wait({phases, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if phases.done():
+                phases.result()
+        finally:
+            phases.cancel()
+            stop.cancel()
+        ring.dispatcher.train = False
+        ring.cancel_training_groups("the run has ended")
+        ring.control.enter(RunState.STOPPED if ring.control.stop_requested.is_set() else RunState.FINISHED)
+        ring.metrics.summary(summary(ring))
+    reason = ring.control.stop_reason or "all training steps are done"
+    log.info("run.ended", state=ring.control.phase.value, reason=reason)
+    ring.dismiss(reason)
+
+
+async def _phases(ring: Ring) -> None:
+    evaluation = ring.recipe.evaluation
+    await ring.until(lambda: all(ledger.newest is not None for ledger in ring.ledgers.values()))
+    if evaluation.at_start and not ring.evaluations.finished(START) and not _trained(ring):
+        ring.control.enter(RunState.EVALUATING_START)
+        await ring.begin_evaluation(START)
+        await ring.until(lambda: ring.evaluations.finished(START))
+    if not _all_trained(ring):
+        ring.control.enter(RunState.TRAINING)
+        ring.dispatcher.train = True
+        ring.dispatcher.schedule()
+        await ring.until(lambda: _all_trained(ring))
+        ring.dispatcher.train = False
+    ring.cancel_training_groups("all training steps are done")
+    if evaluation.at_end and not ring.evaluations.finished(END):
+        ring.control.enter(RunState.EVALUATING_END)
+        await ring.begin_evaluation(END)
+        await ring.until(lambda: ring.evaluations.finished(END))
+    # Evaluations that somebody asked for are part of the run.
+    await ring.until(lambda: not ring.evaluations.running)
+
+
+def _trained(ring: Ring) -> bool:
+    """Training has begun: the starting version cannot be evaluated any more."""
+    return any(ledger.newest_number > 0 for ledger in ring.ledgers.values())
+
+
+def _all_trained(ring: Ring) -> bool:
+    return all(ledger.newest_number >= ring.num_steps for ledger in ring.ledgers.values())
+
+
+def summary(ring: Ring) -> dict[str, Any]:
+    """What ``summary.json`` says."""
+    return {
+        "run_id": ring.run_id,
+        "state": ring.control.phase.value,
+        "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ring.ledgers.items()},
+        "evaluations": {
+            result.name: {
+                "mean_reward": result.mean_reward,
+                "versions": dict(result.versions),
+                "num_trajectories": result.num_trajectories,
+                "num_failed": result.num_failed,
+            }
+            for result in ring.evaluations.results.values()
+        },
+        "overlap_share": ring.timeline.overlap_share,
+        "max_staleness": max(batches.staleness_max for batches in ring.batches.values()),
+        "seconds": time.time() - ring.started_at,
+        "counters": dict(ring.counters),
+    }

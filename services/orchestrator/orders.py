@@ -1,0 +1,89 @@
+"""Task groups about to be issued: their names, tasks, seeds and sampling. Knows nothing about when or to whom."""
+
+from __future__ import annotations
+
+import hashlib
+
+from services.common.config.data import SamplingConfig
+from services.common.types import Purpose, Sampling, TaskGroupOrder
+from services.orchestrator.curriculum import Curriculum
+from services.orchestrator.datasets import TaskSource
+from services.orchestrator.groups import TaskGroup
+
+
+class GroupNames:
+    """Names ``<mark of the run>-<number>``: counted up, so a name tells whether it was ever issued in this run."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._next = 1
+
+    def draw(self) -> str:
+        name = f"{self._mark}-{self._next:08d}"
+        self._next += 1
+        return name
+
+    def resume_after(self, name: str) -> None:
+        number = self._number(name)
+        if number is not None:
+            self._next = max(self._next, number + 1)
+
+    def was_issued(self, name: str) -> bool:
+        number = self._number(name)
+        return number is not None and 0 < number < self._next
+
+    def _number(self, name: str) -> int | None:
+        mark, _, number = name.rpartition("-")
+        return int(number) if mark == self._mark and number.isdecimal() else None
+
+
+def sampling_of(config: SamplingConfig) -> Sampling:
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+    )
+
+
+class TrainingOrders:
+    """Training task groups, in the curriculum's order."""
+
+    def __init__(
+        self,
+        source: TaskSource,
+        curriculum: Curriculum,
+        names: GroupNames,
+        *,
+        group_size: int,
+        sampling: Sampling,
+        timeout_s: float,
+        seed: int,
+    ) -> None:
+        self._source = source
+        self.curriculum = curriculum
+        self._names = names
+        self.group_size = group_size
+        self._sampling = sampling
+        self._timeout_s = timeout_s
+        self._seed = seed
+
+    def next_group(self) -> TaskGroup:
+        position, row = self.curriculum.draw()
+        order = TaskGroupOrder(
+            task_group_id=self._names.draw(),
+            task=self._source[row],
+            indices=tuple(range(self.group_size)),
+            purpose=Purpose.TRAIN,
+            sampling=self._sampling,
+            seed=seed_of(self._seed, "train", position),
+            timeout_s=self._timeout_s,
+        )
+        return TaskGroup(order=order, position=position)
+
+
+def seed_of(seed: int, what: str, position: int) -> int:
+    """A seed of its own for each task group, the same after a restart."""
+    digest = hashlib.blake2b(f"{seed}/{what}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # non-negative, with room for per-slot offsets in an int64

@@ -1,0 +1,148 @@
+"""From the journal back to the ring: what an earlier process acknowledged, applied again in the same order.
+
+Trajectories are parsed only where something may still come of them: those of closed task groups stay on disk, where
+recorded batches find them. Slots that were being played belong to their replica for one more lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from services.orchestrator.groups import TaskGroup
+from services.orchestrator.journal import records
+from services.orchestrator.journal.index import Row
+from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.ring import Ring
+from services.orchestrator.run_control import RunState
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What a first look at the rows alone tells."""
+
+    closed: set[str] = field(default_factory=set)  # task groups
+    evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
+    last_group: str = ""
+    last_state: Row | None = None
+    num_rows: int = 0
+
+
+def recover(ring: Ring, reader: JournalReader) -> None:
+    """Apply everything that is in the journal; the ring's journal has not been started yet."""
+    survey = _survey(reader.rows())
+    if not survey.num_rows:
+        return
+    owners: dict[str, tuple[str, str]] = {}  # task group -> (replica, incarnation) that was playing it
+    for row in reader.rows():
+        if row.kind == records.GROUP:
+            ring.names.resume_after(row.key)
+        if _is_dead(row, survey, ring):
+            continue
+        record = reader.load(row)
+        if record is None:
+            ring.counters["journal_records_corrupted"] += 1
+            continue
+        _apply(ring, row, record, survey, owners)
+    if survey.last_state is not None:
+        _apply_state(ring, reader.load(survey.last_state))
+    _give_back(ring, owners)
+    log.info("run.recovered", records=survey.num_rows, task_groups=len(ring.groups), state=ring.control.state.value)
+
+
+def _survey(rows: Iterator[Row]) -> _Survey:
+    survey = _Survey()
+    for row in rows:
+        survey.num_rows += 1
+        if row.kind == records.CLOSED:
+            survey.closed.add(row.key)
+        elif row.kind == records.EVALUATION:
+            survey.evaluated.add(row.key)
+        elif row.kind == records.GROUP:
+            survey.last_group = row.key
+        elif row.kind == records.STATE:
+            survey.last_state = row
+    return survey
+
+
+def _is_dead(row: Row, survey: _Survey, ring: Ring) -> bool:
+    """Nothing may come of this record any more."""
+    if row.kind in (records.TRAJECTORY, records.FAILURE):
+        return row.key.rpartition("/")[0] not in ring.groups
+    if row.kind == records.ASSIGNMENT:
+        return row.key not in ring.groups
+    return row.kind in (records.CLOSED, records.STATE, records.RUN)
+
+
+def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners: dict[str, tuple[str, str]]) -> None:
+    if row.kind == records.GROUP:
+        _apply_group(ring, record, survey, owners)
+    elif row.kind == records.ASSIGNMENT:
+        owners[row.key] = (record["replica_id"], record["incarnation"])
+    elif row.kind in (records.TRAJECTORY, records.FAILURE):
+        is_failure = row.kind == records.FAILURE
+        outcome = records.failure_from_json(record) if is_failure else records.trajectory_from_json(record)
+        group = ring.groups[outcome.task_group_id]
+        if group.resolve(outcome):
+            ring.apply_resolved(group, outcome)
+    elif row.kind == records.VERSION:
+        version, _, metrics = records.version_from_json(record)
+        ring.apply_version(version, metrics)
+    elif row.kind == records.BATCH:
+        batch = records.batch_from_json(record)
+        ring.experience.recover_batch(batch)
+        ring.batches[batch.policy].recover(batch)
+    elif row.kind == records.EVALUATION_START:
+        ring.evaluations.begin(record["evaluation_id"], {v["policy"]: v["number"] for v in record["versions"]})
+    elif row.kind == records.EVALUATION:
+        ring.evaluations.recover_result(records.evaluation_from_json(record))
+
+
+def _apply_group(
+    ring: Ring, record: dict[str, Any], survey: _Survey, owners: dict[str, tuple[str, str]]
+) -> None:
+    if not record["evaluation"]:
+        ring.training_orders.curriculum.resume_after(record["position"])
+    if record["task_group_id"] in survey.closed or record["evaluation"] in survey.evaluated:
+        return
+    issued = records.group_from_json(record)
+    group = TaskGroup(order=issued.order, position=issued.position, evaluation=issued.evaluation)
+    ring.groups[group.id] = group
+    owners[group.id] = (issued.replica_id, issued.incarnation)
+    if group.is_training:
+        ring.experience.issued(group)
+    else:
+        ring.evaluations.issued_before(group)
+
+
+def _apply_state(ring: Ring, state: dict[str, Any] | None) -> None:
+    if state is None:
+        return
+    ring.counters.clear()
+    ring.counters.update({name: int(value) for name, value in records.from_pairs(state["counters"]).items()})
+    ring.timeline.restore(records.from_pairs(state["timeline"]))
+    phase = RunState(state["phase"])
+    # A run that somebody stopped goes on when it is started again; a finished one stays finished.
+    ring.control.phase = phase if phase is not RunState.STOPPED else RunState.STARTING
+    ring.control.paused = state["paused"]
+    for batches in ring.batches.values():
+        batches.paused = ring.control.paused
+
+
+def _give_back(ring: Ring, owners: dict[str, tuple[str, str]]) -> None:
+    """Open slots stay with the replica that was playing them, as if its stream had just broken."""
+    # The newest incarnation of a replica is the one with the newest task group.
+    newest = {replica_id: incarnation for replica_id, incarnation in owners.values()}
+    for name, group in ring.groups.items():
+        replica_id, incarnation = owners[name]
+        if newest[replica_id] != incarnation:
+            ring.dispatcher.orphaned([name])
+            continue
+        replica = ring.pool.expect(replica_id, incarnation)
+        ring.pool.assign(replica, name, group.unresolved, group.order.required_versions)
+        replica.assignments[name].issued = True

@@ -1,0 +1,128 @@
+"""The trainers: one lease per policy, and commands to whoever holds it.
+
+A trainer is never given up on: without one its policy simply waits, and the run says so. Knows nothing about grpc or
+batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from services.common.errors import LeaseLostError, SupersededError, UnknownPolicyError
+from services.orchestrator.commands import TrainerCommand
+from services.orchestrator.mailbox import Mailbox
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    policy: str
+    incarnation: str
+    num_ranks: int
+    recovered_version: int
+    lease_until: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+    mailbox: Mailbox[TrainerCommand] | None = None
+    state: str = "joined"
+    training_step: int = 0
+    checkpoint_step: int = 0
+    gauges: Mapping[str, float] = field(default_factory=dict)
+
+
+class TrainerLeases:
+    def __init__(self, policies: Mapping[str, object], lease_s: float, clock: Callable[[], float]) -> None:
+        self.lease_s = lease_s
+        self._clock = clock
+        self._trainers: dict[str, Trainer | None] = dict.fromkeys(policies)
+
+    def __iter__(self) -> Iterator[Trainer]:
+        return iter([trainer for trainer in self._trainers.values() if trainer is not None])
+
+    def get(self, policy: str) -> Trainer | None:
+        if policy not in self._trainers:
+            raise UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._trainers)}")
+        return self._trainers[policy]
+
+    def join(
+        self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
+    ) -> Trainer:
+        """A stream of a trainer begins; a new incarnation ends the lease of the older one."""
+        trainer = self.get(policy)
+        if trainer is not None and trainer.mailbox is not None:
+            if trainer.incarnation == incarnation:
+                trainer.mailbox.close(SupersededError("the same trainer opened a newer stream"))
+            else:
+                trainer.mailbox.close(LeaseLostError(f"another trainer of {policy} has joined"))
+        if trainer is None or trainer.incarnation != incarnation:
+            trainer = Trainer(
+                policy=policy,
+                incarnation=incarnation,
+                num_ranks=num_ranks,
+                recovered_version=recovered_version,
+                lease_until=0.0,
+                labels=labels,
+                checkpoint_step=max(recovered_version, 0),
+            )
+            self._trainers[policy] = trainer
+        trainer.mailbox = Mailbox()
+        trainer.lease_until = self._clock() + self.lease_s
+        return trainer
+
+    def check(self, policy: str, incarnation: str) -> Trainer | None:
+        """The lease holder, None when nobody holds it (after a restart of the orchestrator).
+
+        Raises:
+            LeaseLostError: another incarnation holds it.
+        """
+        trainer = self.get(policy)
+        if trainer is not None and trainer.incarnation != incarnation:
+            raise LeaseLostError(f"another trainer of {policy} has joined", policy=policy)
+        return trainer
+
+    def report(
+        self,
+        policy: str,
+        incarnation: str,
+        *,
+        training_step: int,
+        state: str,
+        checkpoint_step: int,
+        gauges: Mapping[str, float],
+    ) -> Trainer:
+        """Renew the lease; raises LeaseLostError when it has run out or belongs to another."""
+        trainer = self.check(policy, incarnation)
+        if trainer is None:
+            raise LeaseLostError(f"the trainer of {policy} holds no lease: join again", policy=policy)
+        trainer.training_step, trainer.state, trainer.gauges = training_step, state, gauges
+        trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
+        trainer.lease_until = self._clock() + self.lease_s
+        return trainer
+
+    def stream_ended(self, trainer: Trainer, mailbox: Mailbox[TrainerCommand]) -> None:
+        if trainer.mailbox is mailbox:
+            trainer.mailbox = None
+
+    def leave(self, policy: str) -> None:
+        """The trainer has left for good."""
+        self._trainers[policy] = None
+
+    def expire(self) -> list[Trainer]:
+        now = self._clock()
+        lost = [trainer for trainer in self if trainer.lease_until <= now]
+        for trainer in lost:
+            if trainer.mailbox is not None:
+                trainer.mailbox.close(LeaseLostError(f"the trainer of {trainer.policy} did not report for {self.lease_s} s"))
+                trainer.mailbox = None
+            self._trainers[trainer.policy] = None
+        return lost
+
+    def send_all(self, command: TrainerCommand) -> None:
+        for trainer in self:
+            if trainer.mailbox is not None:
+                trainer.mailbox.put(command)
+
+    def close(self) -> None:
+        """End all streams, so that the server can stop."""
+        for trainer in self:
+            if trainer.mailbox is not None:
+                trainer.mailbox.close()

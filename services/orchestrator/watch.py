@@ -1,0 +1,137 @@
+"""What must be looked at from time to time because nobody will say it: leases, overdue groups, free disk, throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from services.orchestrator.journal.retention import collect
+from services.orchestrator.progress import waits
+from services.orchestrator.ring import Ring
+
+log = structlog.get_logger()
+
+TICK_S = 0.25
+DISK_S = 1.0
+THROUGHPUT_S = 2.0
+STATE_S = 5.0
+OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
+GONE_S = 30.0  # a version that no replica holds for this long cannot be evaluated any more
+
+
+class Watch:
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._due: dict[str, float] = {}
+        self._gone_since: float | None = None
+        self._counters_written: Mapping[str, int] = {}
+        self._collected_step: dict[str, int] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self.tick()
+
+    async def tick(self) -> None:
+        ring = self._ring
+        for replica in ring.pool.expire():
+            log.warning("replica.lease_lost", replica=replica.replica_id, incarnation=replica.incarnation)
+            ring.counters["replica_leases_lost"] += 1
+            ring.dispatcher.schedule()
+        for trainer in ring.trainers.expire():
+            log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
+            ring.counters["trainer_leases_lost"] += 1
+        if self._is_due("disk", DISK_S):
+            self._hold_back(await asyncio.to_thread(ring.journal.free_bytes))
+            self._give_up_overdue()
+            self._abandon_evaluations()
+        if self._is_due("throughput", THROUGHPUT_S):
+            self._write_throughput()
+        if self._is_due("state", STATE_S):
+            ring.timeline.settle(time.time())
+            if ring.counters != self._counters_written:
+                self._counters_written = dict(ring.counters)
+                ring.write_state()
+            await self._collect()
+
+    def _is_due(self, name: str, every_s: float) -> bool:
+        now = self._ring.clock()
+        if now < self._due.get(name, now):
+            return False
+        self._due[name] = now + every_s
+        return True
+
+    def _hold_back(self, free_bytes: int) -> None:
+        ring = self._ring
+        least = ring.recipe.orchestrator.min_free_bytes
+        reason = ""
+        if ring.control.paused:
+            reason = "the run is paused"
+        elif ring.journal.blocked:
+            reason = "the journal has no free disk"
+        elif free_bytes < least:
+            reason = f"free disk is {free_bytes} bytes, below orchestrator.min_free_bytes ({least})"
+        if reason != ring.dispatcher.held_back:
+            (log.warning if reason else log.info)("dispatch.held_back", reason=reason or "no more")
+            ring.dispatcher.held_back = reason
+            ring.dispatcher.schedule()
+
+    def _give_up_overdue(self) -> None:
+        """A replica that lives but never brings a rollout to its end loses the task group."""
+        ring = self._ring
+        rollout = ring.recipe.rollout
+        limit = rollout.timeout_s * (rollout.infra_retries + 1) + OVERDUE_GRACE_S
+        now = ring.clock()
+        for replica in ring.pool:
+            for name in [n for n, a in replica.assignments.items() if now - a.since > limit]:
+                ring.counters["task_groups_overdue"] += 1
+                ring.dispatcher.cancel(name, f"not done after {limit:g} s")
+                ring.replica_failed_group(name)
+
+    def _abandon_evaluations(self) -> None:
+        """Versions that training has left behind and no replica holds: the rest of such a pass fails, and is reported."""
+        ring = self._ring
+        replicas = list(ring.pool)
+
+        def gone(versions: Mapping[str, int]) -> bool:
+            is_old = any(ring.ledgers[policy].newest_number > number for policy, number in versions.items())
+            return is_old and bool(replicas) and not any(ring.dispatcher.may_play(r, versions) for r in replicas)
+
+        if not any(gone(versions) for versions in ring.evaluations.pinned_versions()):
+            self._gone_since = None
+            return
+        now = ring.clock()
+        self._gone_since = now if self._gone_since is None else self._gone_since
+        if now - self._gone_since < GONE_S:
+            return
+        ring.abandon_evaluations(gone)
+        self._gone_since = None
+
+    def _write_throughput(self) -> None:
+        ring = self._ring
+        step = max(ledger.newest_number for ledger in ring.ledgers.values())
+        values = {
+            "tokens_per_s": ring.pool.tokens_per_s,
+            "replicas": float(len(ring.pool)),
+            "running": float(ring.pool.num_running),
+            "trainer_idle_share": ring.timeline.trainer_idle_share(),
+            "replica_idle_share": ring.timeline.replica_idle_share(),
+        }
+        ring.metrics.throughput(max(step, 0), waits(ring), values)
+
+    async def _collect(self) -> None:
+        """Where the recipe asks for it, delete trajectories that no replay can need."""
+        ring = self._ring
+        if ring.recipe.orchestrator.retention != "checkpoint":
+            return
+        steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
+        if len(steps) < len(ring.ledgers) or steps == self._collected_step:
+            return
+        live = set(ring.groups) | ring.experience.buffered_groups()
+        removed = await asyncio.to_thread(collect, ring.journal, steps, live)
+        self._collected_step = steps
+        if removed:
+            log.info("journal.collected", segments=removed)

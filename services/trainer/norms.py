@@ -1,0 +1,65 @@
+"""RMSNorm with a hand-written backward pass, for the CPU.
+
+transformers' RMSNorm is half a dozen elementwise operations forwards and twice as many backwards, each a trip through
+memory: a seventh of a training step of a small model. This one gives the same bits forwards and saves half of the
+trips backwards. It knows nothing about models but the class it can stand in for.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = weight * x * rsqrt(mean(x^2) + eps) over the last axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        normalized = x * rstd
+        ctx.save_for_backward(normalized, rstd, weight)
+        return weight * normalized
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """With n = x * rstd and g = grad * weight: dx = rstd * (g - n * mean(g * n))."""
+        (grad,) = grads
+        normalized, rstd, weight = ctx.saved_tensors
+        grad_n = grad * normalized
+        width = weight.shape[0]
+        # mean(g * n) = (grad * n) @ weight / width: no g has to be kept for it.
+        along = (grad_n @ weight)[..., None].div_(-width)
+        grad_x = (grad * weight).addcmul_(normalized, along).mul_(rstd)
+        return grad_x, grad_n.reshape(-1, width).sum(0), None
+
+
+def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = _RmsNorm.apply(hidden, module.weight, module.variance_epsilon)
+    return output
+
+
+def speed_up_norms(model: torch.nn.Module) -> int:
+    """Give every plain RMSNorm in full precision on the CPU the pass above; how many there were.
+
+    A norm of another formula (Gemma's 1 + weight) is recognised by its numbers and left alone.
+    """
+    count = 0
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+@torch.no_grad()
+def _is_plain(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    if weight is None or not hasattr(module, "variance_epsilon") or weight.ndim != 1 or weight.device.type != "cpu":
+        return False
+    if weight.dtype not in (torch.float32, torch.float64):
+        return False
+    probe = torch.linspace(-1.0, 2.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
+    return torch.allclose(module(probe), _forward(module, probe), rtol=1e-6, atol=1e-6)

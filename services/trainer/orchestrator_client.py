@@ -1,0 +1,259 @@
+"""The trainer's side of ``TrainingService``: a lease with commands, batches by rank, published versions.
+
+Everything here is asynchronous and survives an orchestrator that goes away and comes back: joining again,
+asking again and publishing again are all idempotent. The training loop sees plain records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from services.common.aio import TaskOwner, backoff, deadline
+from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, LeaseLostError, MillraceError
+from services.common.pb import training_pb2, training_pb2_grpc
+from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.rpc.streams import call_cancellation_is_an_error
+from services.common.serde import (
+    Interval,
+    interval_to_proto,
+    timestamp_to_proto,
+    totals_from_proto,
+    training_sequence_from_proto,
+    weight_version_to_proto,
+)
+from services.common.types import RankBatch, WeightVersion
+
+log = structlog.get_logger()
+
+REPORT_EVERY_S = 2.0
+NEXT_PART_S = 30.0  # between two parts of a batch
+FIRST_PART_MARGIN_S = 10.0  # the orchestrator answers by itself after its own deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Where the run stands for this policy."""
+
+    newest_version: int  # -1 when none is published
+    newest_digest: str
+    num_steps: int
+
+
+@dataclass(slots=True)
+class TrainerReport:
+    """What the loop is doing; read every two seconds by the reporting task."""
+
+    training_step: int = 0
+    state: str = "starting"
+    checkpoint_step: int = 0
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Commands:
+    """The newest word of the orchestrator; taken between training steps."""
+
+    paused: bool = False
+    checkpoint: bool = False
+    stop: bool = False
+
+
+class OrchestratorClient:
+    """One rank's connection. Only the first rank joins, reports and publishes."""
+
+    def __init__(self, address: str, run_id: str, policy: str, num_ranks: int) -> None:
+        self._address = address
+        self._run_id = run_id
+        self._policy = policy
+        self._num_ranks = num_ranks
+        self._incarnation = uuid.uuid4().hex
+        self._channel = channel(address)
+        self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
+        self._tasks = TaskOwner()
+        self._welcomed: asyncio.Future[Welcome] | None = None
+        self._joined: asyncio.Task[None] | None = None
+        self.commands = Commands()
+        self.report = TrainerReport()
+
+    # -- the lease ---------------------------------------------------------------------------------------------------
+
+    async def join(self, recovered_version: int) -> Welcome:
+        """Join and stay joined in the background; returns the first welcome, however long the orchestrator takes.
+
+        Not bounded: a trainer without an orchestrator has nothing else to do, and says so in its state and its log.
+        """
+        self._welcomed = asyncio.get_running_loop().create_future()
+        self._tasks.start(self._stay_joined(recovered_version), "trainer.join")
+        self._tasks.start(self._keep_reporting(), "trainer.report")
+        return await self._welcomed
+
+    async def _stay_joined(self, recovered_version: int) -> None:
+        delays = backoff()
+        while True:
+            try:
+                with translated_errors(self._peer), call_cancellation_is_an_error("JoinTraining"):
+                    await self._follow_commands(recovered_version)
+                delays = backoff()
+            except MillraceError as error:
+                log.warning("orchestrator.lost", address=self._address, error=error.message)
+            await asyncio.sleep(next(delays))
+
+    async def _follow_commands(self, recovered_version: int) -> None:
+        request = training_pb2.JoinTrainingRequest(
+            policy=self._policy,
+            incarnation=self._incarnation,
+            recovered_version=recovered_version,
+            num_ranks=self._num_ranks,
+        )
+        async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
+            command = response.WhichOneof("command")
+            log.info("trainer.command", command=command)
+            match command:
+                case "welcome":
+                    self._take_welcome(response.welcome)
+                case "pause":
+                    self.commands.paused = True
+                case "resume":
+                    self.commands.paused = False
+                case "checkpoint":
+                    self.commands.checkpoint = True
+                case "stop":
+                    self.commands.stop = True
+
+    def _take_welcome(self, proto: training_pb2.TrainingWelcome) -> None:
+        assert self._welcomed is not None
+        if not self._welcomed.done():
+            self._welcomed.set_result(
+                Welcome(
+                    newest_version=proto.newest_version,
+                    newest_digest=proto.newest_digest,
+                    num_steps=proto.num_steps,
+                )
+            )
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            try:
+                with translated_errors(self._peer):
+                    await self._report()
+            except LeaseLostError:
+                log.warning("lease.lost")  # the stream ends too, and joining again takes a new lease
+            except (InfrastructureError, DeadlineError) as error:
+                log.debug("report.failed", error=error.message)
+
+    async def _report(self) -> None:
+        await self._stub.ReportTrainer(
+            training_pb2.ReportTrainerRequest(
+                policy=self._policy,
+                incarnation=self._incarnation,
+                training_step=self.report.training_step,
+                state=self.report.state,
+                checkpoint_step=self.report.checkpoint_step,
+                gauges=self.report.gauges,
+            ),
+            timeout=DEADLINES["ReportTrainer"],
+            metadata=call_metadata(self._run_id),
+        )
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    async def pull(self, training_step: int, rank: int) -> RankBatch | None:
+        """This rank's share of a step's batch; None when there is none yet, or nobody to ask: ask again.
+
+        Raises:
+            CorruptDataError: the stream ended before its footer's count was reached.
+        """
+        try:
+            with translated_errors(self._peer), call_cancellation_is_an_error("PullBatch"):
+                return await self._pull(training_step, rank)
+        except (DeadlineError, InfrastructureError) as error:
+            log.debug("batch.not_yet", step=training_step, reason=error.reason)
+            if isinstance(error, InfrastructureError):
+                await asyncio.sleep(next(backoff(0.5)))
+            return None
+
+    async def _pull(self, training_step: int, rank: int) -> RankBatch:
+        first_part_s = (DEADLINES["PullBatch"] or 60.0) + FIRST_PART_MARGIN_S
+        call = self._stub.PullBatch(
+            training_pb2.PullBatchRequest(
+                policy=self._policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
+            ),
+            metadata=call_metadata(self._run_id),
+        )
+        header: training_pb2.BatchHeader | None = None
+        sequences = []
+        try:
+            while True:
+                limit = first_part_s if header is None else NEXT_PART_S
+                async with deadline(limit, f"the next part of batch {training_step}"):
+                    response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise CorruptDataError(f"batch {training_step} ended without a footer")
+                part = response.WhichOneof("part")
+                if part == "header":
+                    header = response.header
+                elif part == "sequence":
+                    sequences.append(training_sequence_from_proto(response.sequence))
+                elif part == "footer":
+                    break
+        finally:
+            call.cancel()
+        if header is None or len(sequences) != header.num_sequences:
+            expected = header.num_sequences if header else "an unknown number of"
+            raise CorruptDataError(f"batch {training_step} brought {len(sequences)} of {expected} sequences")
+        return RankBatch(
+            policy=self._policy,
+            training_step=training_step,
+            minibatches=tuple(totals_from_proto(totals) for totals in header.minibatches),
+            sequences=tuple(sequences),
+        )
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        version: WeightVersion,
+        metrics: Mapping[str, float],
+        compute_intervals: Sequence[Interval],
+        finished_at: float,
+    ) -> None:
+        """Announce a version until the ledger has it.
+
+        Not bounded by itself: without the ledger the run cannot go on; the state says what is waited for.
+
+        Raises:
+            VersionConflictError: the ledger knows another digest for this number.
+        """
+        request = training_pb2.PublishVersionRequest(
+            version=weight_version_to_proto(version, self._run_id),
+            incarnation=self._incarnation,
+            metrics=metrics,
+            compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
+            checkpoint_step=self.report.checkpoint_step,
+            finished_at=timestamp_to_proto(finished_at),
+        )
+        for delay in backoff(0.2):
+            try:
+                with translated_errors(self._peer):
+                    await self._stub.PublishVersion(
+                        request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
+                    )
+                return
+            except (InfrastructureError, DeadlineError, LeaseLostError) as error:
+                log.warning("version.not_published_yet", version=version.number, error=error.message)
+                await asyncio.sleep(delay)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._channel.close()
+
+    @property
+    def _peer(self) -> str:
+        return f"orchestrator {self._address}"

@@ -1,0 +1,111 @@
+"""The weight publisher: a process of its own beside a trainer, so that serving weights never takes its interpreter.
+
+    python -m services.trainer.publisher --run-id RUN --policy model0 --port 19861
+
+It maps the snapshot files that the trainer names on standard input (JSON lines, each answered by one on standard
+output) and serves them over ``WeightService``. It ends with its trainer. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.common.errors import MillraceError
+from services.common.logs import configure
+from services.common.pb import weights_pb2_grpc
+from services.common.process import die_with_parent_if_asked
+from services.common.rpc.server import Server
+from services.trainer.publisher_servicer import WeightServicer
+from services.trainer.publisher_store import PublisherStore
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    die_with_parent_if_asked()
+    configure("publisher", arguments.run_dir, f"publisher-{arguments.policy}")
+    try:
+        asyncio.run(_serve(arguments))
+    except MillraceError as error:
+        _answer({"error": error.message})
+        raise SystemExit(f"error: {error.message}") from None
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    store = PublisherStore(
+        arguments.run_id,
+        arguments.policy,
+        keep=arguments.keep,
+        delta=arguments.transfer == "delta",
+        full_every=arguments.full_every,
+    )
+    servicer = WeightServicer(store, arguments.policy)
+    server = Server(
+        service="publisher",
+        instance_id=f"publisher-{arguments.policy}",
+        host=arguments.host,
+        port=arguments.port,
+        run_id=arguments.run_id,
+    )
+    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
+    server.set_gauges(lambda: {"newest_version": store.newest, "bytes_sent": servicer.num_bytes_sent})
+    await server.start()
+    _answer({"address": server.address})
+    commands = asyncio.create_task(_obey(store, server), name="publisher.commands")
+    try:
+        await server.wait_for_stop()
+    finally:
+        commands.cancel()
+        await server.stop(grace_s=1.0)
+        store.close()
+
+
+async def _obey(store: PublisherStore, server: Server) -> None:
+    """Until standard input ends, which is when the trainer does."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        path = Path(json.loads(line)["add"])
+        try:
+            manifest = store.add(path)
+        except (MillraceError, OSError) as error:
+            log.error("snapshot.refused", path=str(path), error=str(error))
+            _answer({"error": f"{path}: {error}"})
+            continue
+        server.set_ready()
+        log.info("snapshot.served", version=manifest.version, size_bytes=manifest.size_bytes)
+        _answer({"version": manifest.version, "digest": manifest.digest})
+    server.request_stop()
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.publisher",
+        description="Serve the weight versions of one policy. Started by its trainer, which names snapshots on stdin.",
+    )
+    parser.add_argument("--run-id", required=True, help="the run; other runs are refused")
+    parser.add_argument("--policy", required=True, help="the policy whose versions are served")
+    parser.add_argument("--host", default="127.0.0.1", help="bind address; only loopback is allowed")
+    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
+    parser.add_argument("--transfer", choices=("full", "delta"), default="delta", help="offer deltas, or snapshots only")
+    parser.add_argument("--keep", type=int, default=2, help="snapshots kept")
+    parser.add_argument("--full-every", type=int, default=0, help="serve every n-th version in full; 0 is never")
+    parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

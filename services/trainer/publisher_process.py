@@ -1,0 +1,118 @@
+"""The trainer's handle on its publisher process: start, announce snapshots, start again when it died.
+
+Started before anything heavy, with plain pipes: nothing forks after torch or gRPC is up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.process import DIE_WITH_PARENT
+
+log = structlog.get_logger()
+
+START_TIMEOUT_S = 30.0
+ANNOUNCE_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+
+
+class PublisherProcess:
+    """One publisher, restarted on the same address when it dies; it is then told again what it served."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        policy: str,
+        port: int,
+        transfer: str,
+        keep: int,
+        full_every: int,
+        run_dir: Path | None = None,
+    ) -> None:
+        self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--transfer={transfer}", f"--keep={keep}"]
+        self._arguments += [f"--full-every={full_every}"]
+        self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
+        self._port = port
+        self._announced: deque[Path] = deque(maxlen=keep)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+        self.address = ""
+
+    def start(self) -> None:
+        """Start and learn the address; raises ``InfrastructureError`` with the publisher's own words."""
+        self._buffer = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            self.address = str(self._read("the publisher's start", START_TIMEOUT_S)["address"])
+        except EOFError as error:
+            raise InfrastructureError(f"{error}; its log says why") from None
+        self._port = int(self.address.rpartition(":")[2])  # replicas know this one: keep it over restarts
+
+    def announce(self, path: Path) -> None:
+        """Make a sealed snapshot fetchable; starts the publisher again first when it has died."""
+        self._announced.append(path)
+        if self._process is not None and self._process.poll() is None:
+            try:
+                self._add(path)
+                return
+            except (BrokenPipeError, EOFError):
+                pass  # it died between the look and the word
+        log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
+        self.start()
+        for kept in self._announced:
+            if kept.exists():
+                self._add(kept)
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # the publisher ends at the end of its input
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _add(self, path: Path) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"add": str(path)}).encode() + b"\n")
+        self._process.stdin.flush()
+        self._read(f"the publisher's answer about {path.name}", ANNOUNCE_TIMEOUT_S)
+
+    def _read(self, wait: str, timeout_s: float) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise DeadlineError(f"{wait} took longer than {timeout_s:g} s", wait=wait)
+            data = os.read(descriptor, 65536)
+            if not data:
+                raise EOFError(f"the publisher ended during {wait}")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise InfrastructureError(f"weight publisher: {answer['error']}")
+        return answer
+
+

@@ -1,0 +1,56 @@
+"""A sandbox with small limits, at the strongest tier that works here; the probe's own words skip what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from services.common.config.services import SandboxConfig
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+
+Execute = Callable[..., Awaitable[ExecutionResult]]
+
+CONFIG = SandboxConfig(
+    allow_tier_0=True,
+    num_slots=2,
+    wall_time_s=10.0,
+    cpu_time_s=10.0,
+    memory_bytes=192 << 20,
+    num_processes=8,
+    output_bytes=20_000,
+    file_bytes=1 << 20,
+)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[SandboxPool]:
+    started = SandboxPool.start_before_threads(CONFIG)
+    yield started
+    await started.close()
+
+
+@pytest.fixture
+async def isolated_pool(pool: SandboxPool) -> SandboxPool:
+    """For what only isolation can refuse."""
+    if pool.tier == "0":
+        pytest.skip("neither slot users nor user namespaces work here: the sandbox runs at tier 0")
+    return pool
+
+
+@pytest.fixture
+def execute(pool: SandboxPool) -> Execute:
+    async def run(code: str, *, stdin: bytes = b"", echo: bool = False, **limits: Any) -> ExecutionResult:
+        limits = {"wall_s": 3.0, **limits}
+        return await pool.run(
+            ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits))
+        )
+
+    return run
+
+
+@pytest.fixture
+def execute_isolated(isolated_pool: SandboxPool, execute: Execute) -> Execute:
+    return execute

@@ -1,0 +1,317 @@
+"""Programs of ill will. Each is bounded by itself as well, in time, processes and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.config.services import SandboxConfig
+from services.common.errors import SandboxRefusedError
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+
+from .conftest import CONFIG, Execute
+
+S = ExecutionStatus
+
+
+def _processes_of_slots(pool: SandboxPool) -> list[str]:
+    users = set(pool._launcher._users.uids)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "status").read_text()
+            except OSError:
+                continue
+            if "State:\tZ" in status:
+                continue  # dead; where the machine's first process reaps nobody, it stays listed
+            if int(status.split("Uid:")[1].split()[0]) in users:
+                found.append(status.split("\n")[0])
+    return found
+
+
+async def _assert_clean(pool: SandboxPool) -> None:
+    """Both slots: no process, an empty work dir, and the next program unaffected."""
+    assert _processes_of_slots(pool) == []
+    for slot in Path(pool._launcher._base_dir).iterdir():
+        assert [p.name for p in slot.iterdir()] == ["work"] and list((slot / "work").iterdir()) == []
+    results = await asyncio.gather(*(pool.run(ExecutionRequest(code="print(1)")) for _ in range(2)))
+    assert [r.stdout for r in results] == [b"1\n", b"1\n"]
+
+
+NETWORK = [
+    "socket.create_connection(('127.0.0.1', PORT), timeout=1)",
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "socket.socket(socket.AF_UNIX).connect('\\0millrace-slot-user-61000')",
+    "socket.socket(socket.AF_INET6)",
+    "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "socket.create_server(('127.0.0.1', 0))",
+    "socket.getaddrinfo('localhost.localdomain', 80)",
+]
+
+
+@pytest.mark.parametrize("attempt", NETWORK)
+async def test_the_network_is_refused(execute_isolated: Execute, attempt: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        code = f"import socket\nPORT = {listener.getsockname()[1]}\n{attempt}\nprint('reached')"
+        result = await execute_isolated(code)
+    assert result.status is S.RUNTIME_ERROR and b"reached" not in result.stdout
+    assert b"PermissionError" in result.stderr or b"gaierror" in result.stderr
+
+
+async def test_the_gateways_environment_and_memory_are_not_visible(
+    isolated_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", "planted-" + "secret")
+    pool = SandboxPool.start_before_threads(CONFIG)  # started with the canary in our environment
+    try:
+        code = f"""
+import os, gc
+print(dict(os.environ))
+for path in ("/proc/self/environ", "/proc/{os.getpid()}/environ", "/proc/{os.getpid()}/cmdline", "/proc/1/environ",
+             "/proc/{os.getpid()}/mem", "/etc/shadow", "/root/.bash_history"):
+    try:
+        print(open(path, "rb").read())
+    except OSError as error:
+        print(path, "refused")
+print([o for o in gc.get_objects() if isinstance(o, (bytes, str)) and "another's" in str(o)])
+"""
+        other = asyncio.create_task(pool.run(ExecutionRequest(code="x = \"another's program\"\nimport time; time.sleep(1)")))
+        result = await pool.run(ExecutionRequest(code=code))
+        await other
+    finally:
+        await pool.close()
+    text = result.stdout.decode()
+    assert result.status is S.OK and "secret" not in text and text.count("refused") >= 5
+    assert text.splitlines()[-1] == "[]"
+
+
+async def test_another_slots_directory_is_closed(isolated_pool: SandboxPool) -> None:
+    slots = sorted(Path(isolated_pool._launcher._base_dir).iterdir())
+    writer = "open('private', 'w').write('mine')\nimport time; time.sleep(0.7)"
+    reader = f"""
+import os, time
+time.sleep(0.3)
+mine = os.getcwd()
+for path in {[str(s / "work") for s in slots]}:
+    if path != mine:
+        for attempt in (lambda: os.listdir(path), lambda: open(path + "/private").read(), lambda: open(path + "/x", "w")):
+            try:
+                print("open", attempt())
+            except PermissionError:
+                print("closed")
+"""
+    _, result = await asyncio.gather(
+        isolated_pool.run(ExecutionRequest(code=writer)), isolated_pool.run(ExecutionRequest(code=reader))
+    )
+    assert result.stdout == b"closed\n" * 3, result
+
+
+@pytest.mark.parametrize("target", ["/tmp/escaped", "/dev/shm/escaped", "/escaped", "/var/tmp/escaped"])
+async def test_writing_outside_the_work_dir_is_refused(isolated_pool: SandboxPool, target: str) -> None:
+    facts = isolated_pool._supervisor.facts if isolated_pool._supervisor else {}
+    if not facts["landlock_abi"] and target != "/escaped":
+        pytest.skip("this kernel has no Landlock: world-writable directories stay writable at tier 1")
+    result = await isolated_pool.run(ExecutionRequest(code=f"open({target!r}, 'w').write('x')"))
+    assert result.status is S.RUNTIME_ERROR and b"PermissionError" in result.stderr
+    assert not os.path.exists(target)
+
+
+async def test_a_daemon_dies_with_its_program(execute: Execute, pool: SandboxPool) -> None:
+    code = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1.0)
+        open("late", "w").write("x")
+        os._exit(0)
+    os._exit(0)
+os.wait()
+print("parent done", flush=True)
+"""
+    started = time.monotonic()
+    result = await execute(code)
+    assert (result.status, result.stdout) == (S.OK, b"parent done\n")
+    assert result.wall_s < 0.9 and time.monotonic() - started < 2  # although the daemon holds stdout open
+    await _assert_clean(pool)
+
+
+async def test_a_fork_bomb_is_held_and_wiped(execute: Execute, pool: SandboxPool) -> None:
+    code = "import os, time\nend = time.time() + 20\nwhile time.time() < end:\n  try: os.fork()\n  except OSError: pass"
+    started = time.monotonic()
+    result = await execute(code, wall_s=1.0, cpu_s=10.0)
+    assert result.status in (S.TIME_LIMIT, S.RUNTIME_ERROR)
+    assert time.monotonic() - started < 6
+    await _assert_clean(pool)
+
+
+async def test_no_other_program_can_be_started(execute: Execute) -> None:
+    result = await execute("import subprocess; print(subprocess.run(['/bin/echo', 'out'], capture_output=True))")
+    assert result.status is S.RUNTIME_ERROR and b"PermissionError" in result.stderr
+
+
+async def test_zombies_are_reaped(execute: Execute, pool: SandboxPool) -> None:
+    code = "import os, time\nfor _ in range(5):\n  if os.fork() == 0: os._exit(0)\ntime.sleep(0.2)\nprint('ok')"
+    assert (await execute(code)).stdout == b"ok\n"
+    await _assert_clean(pool)
+
+
+IGNORING = """
+import signal, time
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+end = time.time() + 20
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        IGNORING + "while time.time() < end: pass",
+        IGNORING + "time.sleep(20)",
+        "import signal, time\nsignal.alarm(0)\nsignal.setitimer(signal.ITIMER_REAL, 0)\ntime.sleep(20)",
+        "import os, time\nos.closerange(0, 4096)\ntime.sleep(20)",
+        "pow(3, 10**9)",
+        "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
+    ],
+)
+async def test_nothing_outlives_the_wall_limit(execute: Execute, pool: SandboxPool, code: str) -> None:
+    result = await execute(code, wall_s=0.5, cpu_s=8.0)
+    assert result.status is S.TIME_LIMIT and result.wall_s < 4
+    await _assert_clean(pool)
+
+
+async def test_closing_the_streams_is_no_infrastructure_error(execute: Execute) -> None:
+    result = await execute("import os, sys\nos.close(1)\nos.close(2)\nsys.exit(0)")
+    assert (result.status, result.exit_code, result.stdout) == (S.OK, 0, b"")
+    result = await execute("import sys\nsys.stdout.close()\nsys.stderr.close()")
+    assert result.status is S.OK
+
+
+@pytest.mark.parametrize(
+    "attempt", ["os.kill(-1, 9)", "os.kill(os.getppid(), 9)", "os.kill(1, 9)", f"os.kill({os.getpid()}, 9)", "os.killpg(0, 9)"]
+)
+async def test_killing_reaches_nobody_else(execute: Execute, pool: SandboxPool, attempt: str) -> None:
+    neighbour = asyncio.create_task(execute("import time; time.sleep(0.6); print('alive')"))
+    await asyncio.sleep(0.1)
+    result = await execute(f"import os, time\n{attempt}\ntime.sleep(0.2)\nprint('after')")
+    assert result.status in (S.RUNTIME_ERROR, S.OK)  # at tier 1 kill(-1) finds nobody but the caller, and spares it
+    assert (await neighbour).stdout == b"alive\n"
+    assert pool.counts["restarts"] == 0
+    await _assert_clean(pool)
+
+
+async def test_limits_and_priorities_cannot_be_raised(execute: Execute) -> None:
+    code = """
+import os, resource
+def attempt(name, function):
+    try:
+        function(); print(name, "done")
+    except (OSError, ValueError):
+        print(name, "refused")
+attempt("files", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (10**6, 10**6)))
+attempt("fsize", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1)))
+attempt("cpu", lambda: resource.setrlimit(resource.RLIMIT_CPU, (-1, -1)))
+attempt("nice", lambda: os.setpriority(os.PRIO_PROCESS, 0, -5))
+attempt("realtime", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)))
+attempt("uid", lambda: os.setuid(0) if os.getuid() else (_ for _ in ()).throw(OSError()))
+"""
+    result = await execute(code)
+    assert result.stdout.decode().split("\n")[:-1] == [
+        f"{n} refused" for n in ("files", "fsize", "cpu", "nice", "realtime", "uid")
+    ]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.chmod('.', 0)",
+        "import os; os.mkfifo('fifo'); os.symlink('/etc/passwd', 'link')",
+        "import os\nos.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); os.chmod('a', 0)",
+        "import os\nfor _ in range(3000):\n  os.mkdir('d'); os.chdir('d')",
+        "for i in range(500): open(f'f{i}', 'w').write('x')",
+        "import os; os.rename('.', '../elsewhere')",
+        "import os, shutil; shutil.rmtree(os.getcwd())",
+    ],
+)
+async def test_clean_up_works_whatever_the_work_dir_has_become(
+    execute: Execute, pool: SandboxPool, code: str
+) -> None:
+    await asyncio.gather(execute(code), execute(code))
+    await _assert_clean(pool)
+    assert os.path.exists("/etc/passwd")
+
+
+async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    assert pool._supervisor is not None
+    # what the program leaves behind must not survive either: a grandchild has no parent-death signal
+    code = "import os, time\nif os.fork() == 0: time.sleep(20)\ntime.sleep(20)"
+    running = asyncio.create_task(execute(code, wall_s=10.0))
+    await asyncio.sleep(0.3)
+    pool._supervisor.process.kill()
+    result = await running
+    assert result.status is S.INFRA_ERROR
+    assert (await execute("print(1)")).stdout == b"1\n"
+    assert pool.counts["restarts"] == 1
+    await _assert_clean(pool)
+
+
+async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itself(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    assert pool._supervisor is not None
+    supervisor = pool._supervisor.process.pid
+    zygote = int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
+    running = asyncio.create_task(execute("import time; time.sleep(20)", wall_s=10.0))
+    await asyncio.sleep(0.3)
+    os.kill(zygote, 9)
+    result = await running
+    assert (result.status, result.detail) == (S.INFRA_ERROR, "the fork server died")
+    assert (await execute("print(1)")).stdout == b"1\n"
+    assert pool.counts["restarts"] == 0
+    await _assert_clean(pool)
+
+
+async def test_closing_the_pool_leaves_nothing() -> None:
+    pool = SandboxPool.start_before_threads(CONFIG)
+    base = pool._launcher._base_dir
+    running = asyncio.create_task(pool.run(ExecutionRequest(code="import os, time\nos.fork()\ntime.sleep(20)")))
+    await asyncio.sleep(0.2)
+    await pool.close()
+    assert (await running).status in (S.INFRA_ERROR, S.CANCELLED)
+    assert not os.path.exists(base)
+    assert _processes_of_slots(pool) == []
+
+
+def test_a_refusal_names_the_line_to_add() -> None:
+    with pytest.raises(SandboxRefusedError, match=r"envgateway\.sandbox\.allow_tier_0: true"):
+        SandboxPool.start_before_threads(SandboxConfig(num_slots=1), tiers=())
+
+
+async def test_tier_0_runs_when_the_config_says_so() -> None:
+    if os.getuid() == 0:
+        pytest.skip("as root tier 1 is chosen; tier 0 would run code as root")
+    pool = SandboxPool.start_before_threads(CONFIG, tiers=("0",))
+    try:
+        result = await pool.run(ExecutionRequest(code="print(47*38)"))
+        assert (result.status, result.stdout, result.tier) == (S.OK, b"1786\n", "0")
+    finally:
+        await pool.close()
+
+
+async def test_root_never_runs_code_as_root(pool: SandboxPool) -> None:
+    if os.getuid() != 0:
+        pytest.skip(f"not root, but {pwd.getpwuid(os.getuid()).pw_name}")
+    result = await pool.run(ExecutionRequest(code="import os; print(os.getuid() != 0, os.getgroups())"))
+    assert result.stdout == b"True []\n"

@@ -1,0 +1,249 @@
+"""Programs of good and indifferent will: output, input, exit status, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from services.common.config.services import SandboxConfig
+from services.common.errors import CapacityError
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+
+from .conftest import Execute
+
+S = ExecutionStatus
+
+
+async def test_a_program_prints_and_the_result_says_what_it_used(execute: Execute, pool: SandboxPool) -> None:
+    result = await execute("print(47*38)")
+    assert (result.status, result.exit_code, result.stdout, result.stderr) == (S.OK, 0, b"1786\n", b"")
+    assert 0 < result.wall_s < 3 and result.peak_memory_bytes > 1 << 20
+    assert result.tier == pool.tier
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout"),
+    [
+        ("x = 3\nx + 4", b"7\n"),
+        ("'a'", b"'a'\n"),
+        ("None", b""),
+        ("x = 1", b""),
+        ("print(2)", b"2\n"),
+        ("", b""),
+        ("from __future__ import annotations\ndef f(x: nowhere): return x\nf(5)", b"5\n"),
+    ],
+)
+async def test_echo_prints_a_trailing_expression(execute: Execute, code: str, stdout: bytes) -> None:
+    result = await execute(code, echo=True)
+    assert (result.status, result.stdout) == (S.OK, stdout)
+
+
+async def test_without_echo_a_trailing_expression_is_silent(execute: Execute) -> None:
+    assert (await execute("3 + 4")).stdout == b""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "stderr"),
+    [
+        ("import sys; sys.exit()", 0, b""),
+        ("exit(0)", 0, b""),
+        ("quit(3)", 3, b""),
+        ("raise SystemExit('sorry')", 1, b"sorry\n"),
+        ("import sys; sys.exit(256)", 0, b""),
+        ("import os; os._exit(7)", 7, b""),
+    ],
+)
+async def test_exit_status_is_the_interpreters(execute: Execute, code: str, exit_code: int, stderr: bytes) -> None:
+    result = await execute(f"print('kept', flush=True)\n{code}")
+    expected = S.OK if exit_code == 0 else S.RUNTIME_ERROR
+    assert (result.status, result.exit_code, result.stdout, result.stderr) == (expected, exit_code, b"kept\n", stderr)
+
+
+async def test_an_error_shows_the_programs_own_lines_and_numbers(execute: Execute) -> None:
+    result = await execute("def f():\n    return 1/0\n\nf()")
+    assert (result.status, result.exit_code) == (S.RUNTIME_ERROR, 1)
+    text = result.stderr.decode()
+    assert "line 2, in f" in text and "return 1/0" in text and text.endswith("ZeroDivisionError: division by zero\n")
+    assert "bare" not in text
+
+
+@pytest.mark.parametrize("code", ["def", "x = '\0'", "(" * 1_000_000, "import nowhere_at_all"])
+async def test_a_broken_program_is_its_own_error(execute: Execute, code: str) -> None:
+    result = await execute(code)
+    assert (result.status, result.exit_code) == (S.RUNTIME_ERROR, 1)
+    assert b"Error" in result.stderr
+
+
+async def test_unencodable_text_is_an_invalid_request(execute: Execute) -> None:
+    assert (await execute("print('\ud800')")).status is S.INVALID_REQUEST
+
+
+async def test_a_signal_is_told(execute: Execute) -> None:
+    result = await execute("import ctypes; ctypes.string_at(0)")
+    assert (result.status, result.exit_code, result.signal) == (S.RUNTIME_ERROR, None, signal.SIGSEGV)
+    result = await execute("import os; os.abort()")
+    assert (result.status, result.signal) == (S.RUNTIME_ERROR, signal.SIGABRT)
+
+
+async def test_unlimited_recursion_is_the_programs_error(execute: Execute) -> None:
+    result = await execute("def f(): f()\nf()")
+    assert result.status is S.RUNTIME_ERROR and b"RecursionError" in result.stderr
+
+
+async def test_stdin_is_read_in_whole_in_part_and_not_at_all(execute: Execute) -> None:
+    big = b"x" * 50_000_000
+    assert (await execute("import sys; print(len(sys.stdin.read()))", stdin=big)).stdout == b"50000000\n"
+    assert (await execute("print(input())", stdin=b"one\ntwo")).stdout == b"one\n"
+    assert (await execute("print('unread')", stdin=big)).stdout == b"unread\n"
+    assert (await execute("import sys; print(repr(sys.stdin.read()))")).stdout == b"''\n"
+
+
+async def test_bytes_of_output_are_kept_as_they_are(execute: Execute) -> None:
+    result = await execute(r"import os; os.write(1, b'\xff\x00\x1b[1m\n')")
+    assert (result.status, result.stdout) == (S.OK, b"\xff\x00\x1b[1m\n")
+
+
+async def test_what_is_printed_at_the_end_is_included(execute: Execute) -> None:
+    code = "import atexit\natexit.register(print, 'atexit')\nclass A:\n  def __del__(self): print('del')\na = A()"
+    assert (await execute(code)).stdout == b"atexit\ndel\n"
+
+
+async def test_a_thread_may_end_after_the_program(execute: Execute) -> None:
+    code = "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()"
+    result = await execute(code)
+    assert (result.status, result.stdout) == (S.OK, b"late\n")
+
+
+@pytest.mark.parametrize(
+    "module", ["json", "uuid", "random", "statistics", "asyncio", "sqlite3", "decimal", "csv", "threading"]
+)
+async def test_the_standard_library_is_there(execute: Execute, module: str) -> None:
+    result = await execute(f"import {module}; print({module}.__name__)")
+    assert (result.status, result.stdout) == (S.OK, f"{module}\n".encode()), result.stderr
+
+
+async def test_files_of_one_program_are_gone_for_the_next(execute: Execute) -> None:
+    code = "import os, tempfile\nprint(sorted(os.listdir('.')))\nopen('left', 'w').write('x')\nos.makedirs('a/b/c')"
+    for _ in range(4):
+        assert (await execute(code)).stdout == b"[]\n"
+
+
+async def test_wall_time_is_limited(execute: Execute) -> None:
+    started = time.monotonic()
+    result = await execute("import time; print('before', flush=True); time.sleep(60)", wall_s=0.5)
+    assert (result.status, result.detail, result.stdout) == (S.TIME_LIMIT, "wall time", b"before\n")
+    assert 0.5 <= result.wall_s < 5 and time.monotonic() - started < 10
+
+
+async def test_cpu_time_is_limited_over_all_processes(execute: Execute) -> None:
+    code = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
+    result = await execute(code, cpu_s=0.5, wall_s=10.0)
+    assert (result.status, result.detail) == (S.TIME_LIMIT, "CPU time")
+    assert result.cpu_s >= 0.5
+
+
+async def test_memory_is_limited(execute: Execute) -> None:
+    result = await execute("data = []\nwhile True: data.append(bytes(range(256)) * 40_000)")
+    assert result.status is S.MEMORY_LIMIT
+    caught = "data = []\nwhile True:\n  try: data.append(bytes(range(256)) * 40_000)\n  except MemoryError: pass"
+    assert (await execute(caught)).status is S.MEMORY_LIMIT
+    assert (await execute("x = [0] * 10**12")).status is S.MEMORY_LIMIT
+
+
+async def test_memory_is_limited_over_all_processes(execute: Execute) -> None:
+    code = (
+        "import os, time\nfor _ in range(5):\n  if os.fork() == 0:\n"
+        "    data = bytes(range(256)) * 240_000\n    time.sleep(60)\ntime.sleep(60)"
+    )
+    result = await execute(code, wall_s=10.0)
+    assert result.status is S.MEMORY_LIMIT and result.wall_s < 9
+
+
+async def test_memory_that_is_never_touched_is_not_counted(execute: Execute) -> None:
+    result = await execute("import mmap; x = mmap.mmap(-1, 400 << 20); print(len(x))")
+    assert (result.status, result.stdout) == (S.OK, b"419430400\n")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: print('x' * 1000)",
+        "import sys\nwhile True: sys.stderr.write('x' * 1000)",
+        "import sys\nwhile True: print('x' * 500); sys.stderr.write('y' * 500)",
+        "import os\nwhile True: os.write(1, b'x')",
+        "print('x' * 20_001)",
+    ],
+)
+async def test_output_is_limited_and_only_the_cap_is_kept(execute: Execute, code: str) -> None:
+    result = await execute(code)
+    assert (result.status, result.truncated) == (S.OUTPUT_LIMIT, True)
+    assert max(len(result.stdout), len(result.stderr)) == 20_000 and len(result.stdout + result.stderr) <= 40_000
+
+
+async def test_output_at_the_cap_is_whole(execute: Execute) -> None:
+    result = await execute("print('x' * 19_999)")
+    assert (result.status, result.truncated, len(result.stdout)) == (S.OK, False, 20_000)
+
+
+async def test_file_size_is_limited(execute: Execute) -> None:
+    result = await execute("open('big', 'wb').write(b'x' * (2 << 20))")
+    assert result.status is S.RUNTIME_ERROR and b"File too large" in result.stderr
+
+
+async def test_limits_above_the_configs_are_cut(execute: Execute) -> None:
+    assert (await execute("print('x' * 30_000)", output_bytes=1 << 30)).status is S.OUTPUT_LIMIT
+
+
+async def test_many_callers_share_the_slots_and_all_are_answered(execute: Execute) -> None:
+    results = await asyncio.gather(*(execute(f"print({n} * 2)") for n in range(60)))
+    assert [int(r.stdout) for r in results] == [n * 2 for n in range(60)]
+
+
+async def test_a_slow_program_holds_up_no_other_slot(execute: Execute) -> None:
+    slow = asyncio.create_task(execute("import time; time.sleep(60)", wall_s=2.0))
+    quick = [await execute("print(1)") for _ in range(20)]
+    assert not slow.done() and all(r.status is S.OK for r in quick)
+    assert (await slow).status is S.TIME_LIMIT
+
+
+async def test_cancelling_the_caller_kills_the_program_and_frees_the_slot(execute: Execute, pool: SandboxPool) -> None:
+    running = [asyncio.create_task(execute("import time; time.sleep(60)", wall_s=10.0)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    async with asyncio.timeout(5):
+        assert (await execute("print(1)")).status is S.OK
+        while pool.gauges["sandbox_busy_slots"]:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_full_queue_says_when_to_come_back() -> None:
+    config = SandboxConfig(allow_tier_0=True, num_slots=1, queue_size=1, wall_time_s=2.0)
+    pool = SandboxPool.start_before_threads(config)
+    try:
+        sleeper = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(60)")))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(pool.run(ExecutionRequest(code="print(1)")))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError) as full:
+            await pool.run(ExecutionRequest(code="print(2)"))
+        assert full.value.retry_after_s is not None and full.value.retry_after_s > 0
+        assert (await sleeper).status is S.TIME_LIMIT
+        assert (await waiting).stdout == b"1\n"
+        with pytest.raises(CapacityError, match="within 0.2 s"):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(1)")))
+                await asyncio.sleep(0)
+                try:
+                    await pool.run(ExecutionRequest(code="print(3)"), queue_timeout_s=0.2)
+                except CapacityError as error:
+                    late = error
+            raise late
+        assert (await pool.run(ExecutionRequest(code="print(4)"))).stdout == b"4\n"
+    finally:
+        await pool.close()
