@@ -16,7 +16,7 @@ import structlog
 
 from services.common.aio import deadline
 from services.common.config.policy import BatchConfig
-from services.common.errors import CorruptDataError, InvalidRequestError
+from services.common.errors import CorruptDataError, InfrastructureError, InvalidRequestError
 from services.common.types import RankBatch, Sequence, TrainingSequence
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.split import rank_share
@@ -82,6 +82,7 @@ class Batches:
         self.newest_step = 0  # the newest recorded batch
         self.newest_version = -1
         self.paused = False
+        self._closed = False
         self.num_waiting = 0  # ranks that wait for sequences
         self.staleness_max = 0  # largest ever put into a batch
         self.statistics: dict[int, Mapping[str, float]] = {}  # by step, until the step's version is published
@@ -98,30 +99,43 @@ class Batches:
         """The batch of a training step; waits for sequences at most ``timeout_s``.
 
         Raises:
-            DeadlineError: not enough sequences yet, ask again.
-            InvalidRequestError: the version that the step starts from is not published.
+            DeadlineError: not enough sequences yet, or the version before is not published; ask again.
+            InvalidRequestError: the batch of an earlier step was never asked for.
         """
         if training_step < 1:
             raise InvalidRequestError(f"training_step is {training_step}; the first is 1")
         if training_step <= self.newest_step:
             return await self._replay(training_step)
-        if training_step > self.newest_step + 1 or training_step > self.newest_version + 1:
+        if training_step > self.newest_step + 1:
             raise InvalidRequestError(
-                f"training step {training_step} of {self.policy} cannot begin: the newest version is "
-                f"{self.newest_version}, the newest recorded batch that of step {self.newest_step}"
+                f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
+                f"step {self.newest_step}"
             )
-        buffer = self._experience.buffers[self.policy]
         wanted = f"{self.policy}: batch of step {training_step} ({self._config.size} sequences)"
         self.num_waiting += 1
         try:
             async with deadline(timeout_s, wanted):
-                while not (buffer.ready and not self.paused) and self.newest_step < training_step:
+                while not self._can_serve(training_step):
                     self._changed.clear()
                     await self._changed.wait()
         finally:
             self.num_waiting -= 1
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
         return await asyncio.shield(asyncio.ensure_future(self._assemble(training_step)))
+
+    def _can_serve(self, training_step: int) -> bool:
+        if self._closed:
+            raise InfrastructureError(f"the orchestrator is stopping: ask again for step {training_step}")
+        if self.newest_step >= training_step:
+            return True  # another rank's call assembled it
+        # A step starts from the version before it, and its age is counted from there: wait for that one too.
+        ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
+        return ready and not self.paused
+
+    def close(self) -> None:
+        """End all waits: the process is stopping."""
+        self._closed = True
+        self.notify()
 
     async def _assemble(self, training_step: int) -> Batch:
         async with self._assembly:

@@ -63,12 +63,28 @@ class Dispatcher:
         self._orphans: dict[str, None] = {}  # task groups with open slots that nobody plays, in order
         self._scheduled = False
         self.train = False  # training groups may be issued
-        self.held_back = ""  # why nothing at all may be issued: paused, no free disk
+        self._holds: dict[str, str] = {}  # why nothing at all may be issued
         self.waits_for = ""
 
     @property
     def _admission(self) -> Admission:
         return self._experience.admission
+
+    @property
+    def held_back(self) -> str:
+        """Why nothing at all may be issued; empty when something may."""
+        return next(iter(self._holds.values()), "")
+
+    def hold(self, name: str, reason: str) -> None:
+        """Issue nothing while ``reason`` is not empty; several holds may be on at once."""
+        if self._holds.get(name, "") == reason:
+            return
+        if reason:
+            self._holds[name] = reason
+        else:
+            del self._holds[name]
+        log.info("dispatch.hold", hold=name, reason=reason or "released")
+        self.schedule()
 
     def schedule(self) -> None:
         """Pump soon, once, however many things changed."""
@@ -110,9 +126,9 @@ class Dispatcher:
                 continue
             del self._orphans[name]
             self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
-            where = {"task_group_id": name, "replica_id": replica.replica_id, "incarnation": replica.incarnation}
             self._counters["slots_reissued"] += len(group.unresolved)
-            self._journal.submit(records.ASSIGNMENT, name, lambda where=where: where, self._send_when_durable(name))
+            record = records.assignment_to_json(name, replica.replica_id, replica.incarnation)
+            self._journal.submit(records.ASSIGNMENT, name, record.copy, self._send_when_durable(name))
         return wait
 
     def _issue_training(self) -> str:
@@ -162,6 +178,14 @@ class Dispatcher:
         if group is not None and group.unresolved:
             order = dataclasses.replace(group.order, indices=group.unresolved)
             self._pool.send(replica, PlayGroup(order))
+
+    def issue_unplayed(self, group: TaskGroup) -> None:
+        """Journal a task group that no replica will get."""
+        self._groups[group.id] = group
+        record = GroupRecord(
+            order=group.order, position=group.position, evaluation=group.evaluation, replica_id="", incarnation=""
+        )
+        self._journal.submit(records.GROUP, group.id, lambda: records.group_to_json(record))
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 

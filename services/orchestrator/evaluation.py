@@ -6,7 +6,6 @@ the journal; whoever plays the groups says what came of them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +31,7 @@ class EvaluationPass:
     reward_sum: float = 0.0
     num_resolved: int = 0
     num_failed: int = 0
+    group_ids: set[str] = field(default_factory=set)
 
     @property
     def num_trajectories(self) -> int:
@@ -112,6 +112,7 @@ class Evaluations:
         """A group that ``next_group`` made could not be issued."""
         current = self._passes[group.evaluation]
         current.next_row = group.position
+        current.group_ids.discard(group.id)
 
     def _group(self, current: EvaluationPass) -> TaskGroup:
         assert self._source is not None
@@ -128,12 +129,14 @@ class Evaluations:
             seed=seed_of(self._seed, f"evaluation/{current.name.rpartition('/')[2]}", row),
             timeout_s=self._timeout_s,
         )
+        current.group_ids.add(order.task_group_id)
         return TaskGroup(order=order, position=row, evaluation=current.name)
 
     def issued_before(self, group: TaskGroup) -> None:
         """A group that an earlier process issued."""
         if group.evaluation in self._passes:
             self._passes[group.evaluation].issued_rows.add(group.position)
+            self._passes[group.evaluation].group_ids.add(group.id)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot of one of its groups got its outcome."""
@@ -159,14 +162,25 @@ class Evaluations:
         """(name, resolved, all) of the unfinished passes."""
         return [(p.name, p.num_resolved, p.num_trajectories) for p in self._passes.values()]
 
-    def abandon(self, versions_gone: Callable[[Mapping[str, int]], bool]) -> deque[TaskGroup]:
-        """Task groups of passes whose versions nobody can serve any more: the caller fails them, one by one."""
-        groups: deque[TaskGroup] = deque()
-        for current in list(self._passes.values()):
-            if versions_gone(current.versions):
-                while current.next_row < current.num_tasks:
-                    if current.next_row in current.issued_rows:
-                        current.next_row += 1
-                    else:
+    def known(self, evaluation_id: str) -> bool:
+        return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
+
+    def pinned_versions(self) -> list[Mapping[str, int]]:
+        """What unfinished passes are played on."""
+        return [current.versions for current in self._passes.values()]
+
+    def group_ids(self) -> set[str]:
+        """Task groups of unfinished passes: their rewards are needed until the pass has its result."""
+        return {name for current in self._passes.values() for name in current.group_ids}
+
+    def unissued(self, gone: Callable[[Mapping[str, int]], bool]) -> list[TaskGroup]:
+        """All groups left of passes whose versions are ``gone``; the caller fails them."""
+        groups: list[TaskGroup] = []
+        for current in self._passes.values():
+            if gone(current.versions):
+                for row in range(current.next_row, current.num_tasks):
+                    if row not in current.issued_rows:
+                        current.next_row = row
                         groups.append(self._group(current))
+                current.next_row = current.num_tasks
         return groups

@@ -116,6 +116,10 @@ class Experience:
         self.admission.returned(group.policy, group.size)
         self._counters[counter] += group.size
 
+    def buffered_groups(self) -> set[str]:
+        """Task groups with sequences that wait for a batch."""
+        return set(self._buffered)
+
     def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
         """Groups for a batch that can be taken, and what happened since the one before."""
         groups = self.buffers[policy].take()

@@ -39,6 +39,8 @@ async def live(ring: Ring) -> None:
         ring.cancel_training_groups("the run has ended")
         ring.control.enter(RunState.STOPPED if ring.control.stop_requested.is_set() else RunState.FINISHED)
         ring.metrics.summary(summary(ring))
+    elif not (ring.run_dir / "summary.json").is_file():  # an earlier process died between the two
+        ring.metrics.summary(summary(ring))
     reason = ring.control.stop_reason or "all training steps are done"
     log.info("run.ended", state=ring.control.phase.value, reason=reason)
     ring.dismiss(reason)

@@ -130,17 +130,16 @@ def _apply_state(ring: Ring, state: dict[str, Any] | None) -> None:
     # A run that somebody stopped goes on when it is started again; a finished one stays finished.
     ring.control.phase = phase if phase is not RunState.STOPPED else RunState.STARTING
     ring.control.paused = state["paused"]
-    for batches in ring.batches.values():
-        batches.paused = ring.control.paused
+    ring.apply_control()
 
 
 def _give_back(ring: Ring, owners: dict[str, tuple[str, str]]) -> None:
     """Open slots stay with the replica that was playing them, as if its stream had just broken."""
     # The newest incarnation of a replica is the one with the newest task group.
-    newest = {replica_id: incarnation for replica_id, incarnation in owners.values()}
+    newest = dict(owners.values())
     for name, group in ring.groups.items():
         replica_id, incarnation = owners[name]
-        if newest[replica_id] != incarnation:
+        if not replica_id or newest[replica_id] != incarnation:
             ring.dispatcher.orphaned([name])
             continue
         replica = ring.pool.expect(replica_id, incarnation)

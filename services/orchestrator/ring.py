@@ -74,7 +74,7 @@ class Ring:
         self.control = RunControl(self._control_changed)
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in recipe.policies}
-        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, self._orphaned)
+        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, self.orphaned)
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
         self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed)
@@ -154,7 +154,8 @@ class Ring:
         self.dispatcher.sync_versions(replica)
         self.dispatcher.schedule()
 
-    def _orphaned(self, task_group_ids: list[str]) -> None:
+    def orphaned(self, task_group_ids: list[str]) -> None:
+        """Nobody plays these any more: issue their open slots again, but not for ever."""
         self.dispatcher.orphaned(task_group_ids)
         for name in task_group_ids:
             group = self.groups.get(name)
@@ -166,6 +167,16 @@ class Ring:
         log.warning("task_group.given_up", task_group=group.id, reason=reason, open_slots=len(group.unresolved))
         for index in group.unresolved:
             self.ingest.fail(group, index, reason, detail)
+
+    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
+        """Fail what is left of evaluations on versions that nobody holds any more."""
+        running = [g for g in self.groups.values() if g.evaluation and gone(g.order.required_versions)]
+        unissued = self.evaluations.unissued(gone)
+        for group in unissued:
+            self.dispatcher.issue_unplayed(group)
+        for group in [*running, *unissued]:
+            self.dispatcher.cancel(group.id, "its version is gone")
+            self.give_up(group, "VERSION_UNAVAILABLE", "no replica holds the version to evaluate any more")
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -299,6 +310,8 @@ class Ring:
 
     async def begin_evaluation(self, evaluation_id: str) -> None:
         """Queue an evaluation of the newest versions; one that is known is left alone."""
+        if self.evaluations.known(evaluation_id):
+            return
         if not self.evaluations.possible:
             raise StateError("this recipe has no data.evaluation: there is nothing to evaluate on")
         if any(ledger.newest is None for ledger in self.ledgers.values()):
@@ -322,14 +335,27 @@ class Ring:
     def _control_changed(self) -> None:
         control = self.control
         log.info("run.state", state=control.state.value)
-        for batches in self.batches.values():
-            batches.paused = control.paused or control.ended
-            batches.notify()
-        if not control.ended:
-            self.trainers.send_all(PauseTraining() if control.paused else ResumeTraining())
+        self.apply_control()
         self.write_state()
         self._changed.set()
         self.dispatcher.schedule()
+
+    def apply_control(self) -> None:
+        """Make pause and end felt; also used when recovering."""
+        control = self.control
+        for batches in self.batches.values():
+            batches.paused = control.paused or control.ended
+            batches.notify()
+        self.dispatcher.hold("ended", f"the run has {control.phase.value}" if control.ended else "")
+        self.dispatcher.hold("paused", "the run is paused" if control.paused else "")
+
+    def pause(self) -> None:
+        if self.control.pause():
+            self.trainers.send_all(PauseTraining())
+
+    def resume(self) -> None:
+        if self.control.resume():
+            self.trainers.send_all(ResumeTraining())
 
     def write_state(self) -> None:
         """Journal what no other record says."""
@@ -350,6 +376,7 @@ class Ring:
 
     def close(self) -> None:
         """End all streams, so that the server can stop."""
+        for batches in self.batches.values():
+            batches.close()
         self.pool.close()
         self.trainers.close()
-        self.metrics.close()

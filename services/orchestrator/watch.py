@@ -68,16 +68,11 @@ class Watch:
         ring = self._ring
         least = ring.recipe.orchestrator.min_free_bytes
         reason = ""
-        if ring.control.paused:
-            reason = "the run is paused"
-        elif ring.journal.blocked:
+        if ring.journal.blocked:
             reason = "the journal has no free disk"
         elif free_bytes < least:
-            reason = f"free disk is {free_bytes} bytes, below orchestrator.min_free_bytes ({least})"
-        if reason != ring.dispatcher.held_back:
-            (log.warning if reason else log.info)("dispatch.held_back", reason=reason or "no more")
-            ring.dispatcher.held_back = reason
-            ring.dispatcher.schedule()
+            reason = f"free disk is below orchestrator.min_free_bytes ({least})"
+        ring.dispatcher.hold("disk", reason)
 
     def _give_up_overdue(self) -> None:
         """A replica that lives but never brings a rollout to its end loses the task group."""
@@ -89,7 +84,7 @@ class Watch:
             for name in [n for n, a in replica.assignments.items() if now - a.since > limit]:
                 ring.counters["task_groups_overdue"] += 1
                 ring.dispatcher.cancel(name, f"not done after {limit:g} s")
-                ring.replica_failed_group(name)
+                ring.orphaned([name])
 
     def _abandon_evaluations(self) -> None:
         """Versions that training has left behind and no replica holds: the rest of such a pass fails, and is reported."""
@@ -130,7 +125,7 @@ class Watch:
         steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
         if len(steps) < len(ring.ledgers) or steps == self._collected_step:
             return
-        live = set(ring.groups) | ring.experience.buffered_groups()
+        live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
         removed = await asyncio.to_thread(collect, ring.journal, steps, live)
         self._collected_step = steps
         if removed:

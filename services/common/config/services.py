@@ -36,6 +36,8 @@ class OrchestratorConfig(Section):
     """`process`: what is acknowledged survives kill -9. `power`: also a power cut (fsync)."""
     segment_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
     """Journal segments are rolled at this size."""
+    retention: Literal["all", "checkpoint"] = "all"
+    """`all` keeps every trajectory; `checkpoint` deletes those that no replay since the last checkpoint can need."""
     min_free_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Below this much free disk nothing new is issued, and the run says so."""
 

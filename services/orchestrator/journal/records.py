@@ -233,6 +233,11 @@ def group_from_json(record: Json) -> GroupRecord:
     )
 
 
+def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str) -> Json:
+    """Open slots of a task group were issued again."""
+    return {"task_group_id": task_group_id, "replica_id": replica_id, "incarnation": incarnation}
+
+
 def batch_key(policy: str, training_step: int) -> str:
     return f"{policy}/{training_step}"
 

@@ -103,14 +103,14 @@ class Run:
         used = procfs.usage(procfs.descendants([self.pid, *strays]))
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
+        if used.processes > self.limits.processes:
+            self.detail = "more processes than allowed"
+            return "RUNTIME_ERROR"
         if used.resident_bytes > self.limits.memory_bytes:
             return "MEMORY_LIMIT"
         if self.cpu_s > self.limits.cpu_s:
             self.detail = "CPU time"
             return "TIME_LIMIT"
-        if used.processes > self.limits.processes:
-            self.detail = "more processes than allowed"
-            return "RUNTIME_ERROR"
         return None
 
     def read_note(self) -> None:

@@ -21,6 +21,7 @@ class Slot:
         self.uid = uid
         self.mark = mark
         self.own_user = own_user
+        self._wipes = 0
         self.directory = os.path.join(base_dir, f"slot-{index}")
         self.work_dir = os.path.join(self.directory, "work")
         os.makedirs(self.directory, mode=0o711, exist_ok=True)
@@ -42,9 +43,14 @@ class Slot:
                 return
         except OSError:  # renamed, removed or unreadable (not root): made anew below
             pass
-        for name in os.listdir(self.directory):
-            _remove(os.path.join(self.directory, name))
+        # moved away before it is removed, so that a tree that resists costs disk, never the next program's clean start
+        self._wipes += 1
+        if os.path.lexists(self.work_dir):
+            os.rename(self.work_dir, os.path.join(self.directory, f".old-{self._wipes}"))
         self._make_work_dir()
+        for name in os.listdir(self.directory):
+            if name != "work":
+                _remove(os.path.join(self.directory, name))
 
     def strays(self, strangers: list[int]) -> list[int]:
         """Those of the processes that belong to this slot."""
@@ -106,17 +112,21 @@ def _remove(path: str) -> None:
         except OSError:
             pass
 
-    if os.path.isdir(path) and not os.path.islink(path):
-        _flatten(path)
-        shutil.rmtree(path, onerror=open_up_and_retry)
-    else:
-        os.unlink(path)
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.chmod(path, 0o700)
+            _flatten(path)
+            shutil.rmtree(path, onerror=open_up_and_retry)
+        else:
+            os.unlink(path)
+    except OSError:  # left for the gateway's own end, which removes the directory above
+        pass
 
 
 def _flatten(top: str) -> None:
     """Pull nested directories up, level by level: a tree deeper than a path name or a stack can hold."""
     counter = 0
-    pending = [name for name in os.listdir(top)]
+    pending = os.listdir(top)
     while pending:
         name = pending.pop()
         path = os.path.join(top, name)
@@ -125,7 +135,7 @@ def _flatten(top: str) -> None:
         try:
             os.chmod(path, 0o700)
             inner = os.listdir(path)
-        except OSError:  # removed by rmtree, or reported by it
+        except OSError:  # rmtree will try it again
             continue
         for child in inner:
             inside = os.path.join(path, child)

@@ -109,7 +109,10 @@ class Zygote:
                     return
 
     def _take_request(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._channel, REQUEST.size, NUM_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._channel, REQUEST.size, NUM_FDS)
+        except ConnectionResetError:  # the supervisor was killed
+            return False
         if not data:
             return False
         kind, run, slot, uid, echo, cpu_s, memory, processes, file_bytes, open_files, mark = REQUEST.unpack(data)

@@ -1,0 +1,50 @@
+"""``python -m services.inference``: one replica. Arguments first, torch later."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+
+from services.common.errors import MillraceError
+from services.common.process import die_with_parent_if_asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.inference",
+        description="Serve a run with rollouts: join its orchestrator, play task groups, follow the weight versions. "
+        "Further replicas may join at any time, from any machine that reaches the orchestrator.",
+    )
+    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT", help="the orchestrator's address")
+    parser.add_argument(
+        "--name",
+        default="a",
+        help="section of the recipe's `inference` whose settings to use; "
+        "a name that the recipe lacks takes the first section's, on a free port",
+    )
+    parser.add_argument("--replica-id", default=None, help="the replica's name in the pool; left out, its --name")
+    parser.add_argument("--port", type=int, default=None, help="gRPC port instead of the recipe's; 0 takes a free one")
+    parser.add_argument("--num-slots", type=int, default=None, help="rollouts at once instead of the recipe's number")
+    arguments = parser.parse_args()
+    die_with_parent_if_asked()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from services.inference.app import run_replica
+
+    try:
+        asyncio.run(
+            run_replica(
+                orchestrator=arguments.orchestrator,
+                name=arguments.name,
+                replica_id=arguments.replica_id or arguments.name,
+                port=arguments.port,
+                num_slots=arguments.num_slots,
+            )
+        )
+    except MillraceError as error:
+        sys.exit(f"error: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The environment gateway as workflows see it: convert, call, convert. Deadlines from the table.
+
+A gateway that cannot be reached, a grader that failed, a sandbox whose machinery broke: all are
+``InfrastructureError``, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+
+from services.common.aio import deadline
+from services.common.errors import CapacityError, InfrastructureError
+from services.common.pb import environment_pb2, environment_pb2_grpc
+from services.common.rpc.channel import DEADLINES, channel, translated_errors
+from services.common.types import Task
+from services.inference.gauges import WaitShares
+from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Reward, Step
+
+T = TypeVar("T")
+
+EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
+CAPACITY_WAIT_S = 120.0
+DEFAULT_RETRY_S = 0.5
+
+_STATUS = {
+    environment_pb2.EXECUTION_STATUS_OK: ExecutionStatus.OK,
+    environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: ExecutionStatus.RUNTIME_ERROR,
+    environment_pb2.EXECUTION_STATUS_TIME_LIMIT: ExecutionStatus.TIME_LIMIT,
+    environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: ExecutionStatus.MEMORY_LIMIT,
+    environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: ExecutionStatus.OUTPUT_LIMIT,
+    environment_pb2.EXECUTION_STATUS_INVALID_REQUEST: ExecutionStatus.INVALID_REQUEST,
+}
+
+
+class GatewayClient:
+    """One channel for all rollouts of a replica. ``connect`` is called once the orchestrator has told the address."""
+
+    def __init__(self, waits: WaitShares) -> None:
+        self._waits = waits
+        self._channel: Any = None
+        self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
+        self._execution: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
+        self._rewards: environment_pb2_grpc.RewardServiceAsyncStub | None = None
+        self.address = ""
+
+    def connect(self, address: str) -> None:
+        if address == self.address or not address:
+            return
+        self.address = address
+        self._channel = channel(address)
+        self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        self._execution = environment_pb2_grpc.CodeExecutionServiceStub(self._channel)
+        self._rewards = environment_pb2_grpc.RewardServiceStub(self._channel)
+
+    async def execute_code(
+        self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
+    ) -> Execution:
+        stub = self._connected(self._execution)
+        request = environment_pb2.ExecuteCodeRequest(
+            request_id=uuid.uuid4().hex,
+            language="python",
+            code=code,
+            stdin=stdin,
+            print_trailing_expression=print_trailing_expression,
+        )
+        timeout = (DEADLINES["ExecuteCode"] or 0.0) + EXECUTION_MARGIN_S
+        response = await self._call("execution", lambda: stub.ExecuteCode(request, timeout=timeout))
+        status = _STATUS.get(response.status)
+        if status is None:
+            name = environment_pb2.ExecutionStatus.Name(response.status)
+            raise InfrastructureError(f"code execution ended with {name}: {response.detail}")
+        return Execution(
+            status=status,
+            stdout=response.stdout,
+            stderr=response.stderr,
+            truncated=response.truncated,
+            wall_time_s=response.wall_time.seconds + response.wall_time.nanos * 1e-9,
+            detail=response.detail,
+        )
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
+        stub = self._connected(self._environments)
+        request = environment_pb2.CreateEpisodeRequest(
+            request_id=uuid.uuid4().hex, environment=environment, task_json=orjson.dumps(task.data), seed=seed
+        )
+        response = await self._call(
+            "environment", lambda: stub.CreateEpisode(request, timeout=DEADLINES["CreateEpisode"])
+        )
+        return Episode(
+            episode_id=response.episode_id,
+            observation=response.observation,
+            admissible_actions=tuple(response.admissible_actions),
+            tools=tuple(orjson.loads(response.tools_json)) if response.tools_json else (),
+        )
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        stub = self._connected(self._environments)
+        request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=action)
+        response = await self._call("environment", lambda: stub.StepEpisode(request, timeout=DEADLINES["StepEpisode"]))
+        return Step(
+            observation=response.observation,
+            reward=response.reward,
+            done=response.done,
+            admissible_actions=tuple(response.admissible_actions),
+            metrics=dict(response.metrics),
+        )
+
+    async def close(self, episode_id: str) -> None:
+        stub = self._connected(self._environments)
+        request = environment_pb2.CloseEpisodeRequest(episode_id=episode_id)
+        await self._call("environment", lambda: stub.CloseEpisode(request, timeout=DEADLINES["CloseEpisode"]))
+
+    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
+        stub = self._connected(self._rewards)
+        request = environment_pb2.ComputeRewardRequest(
+            request_id=uuid.uuid4().hex, reward=reward, task_json=orjson.dumps(task.data), completion=completion
+        )
+        response = await self._call("reward", lambda: stub.ComputeReward(request, timeout=DEADLINES["ComputeReward"]))
+        if response.outcome in (
+            environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
+            environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
+        ):
+            raise InfrastructureError(f"the grader of reward {reward!r} failed: {response.detail}")
+        return Reward(
+            value=response.reward,
+            unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,
+            detail=response.detail,
+        )
+
+    async def stop(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Call, waiting as the gateway asks while it is full."""
+        began = time.perf_counter()
+        try:
+            async with deadline(CAPACITY_WAIT_S, f"room at the environment gateway {self.address}"):
+                while True:
+                    try:
+                        with translated_errors(f"environment gateway {self.address}"):
+                            return await call()
+                    except CapacityError as error:
+                        await asyncio.sleep(error.retry_after_s or DEFAULT_RETRY_S)
+        finally:
+            self._waits.add(what, time.perf_counter() - began)
+
+    def _connected(self, stub: T | None) -> T:
+        if stub is None:
+            raise InfrastructureError("the orchestrator has named no environment gateway: is envgateway null in the recipe?")
+        return stub

@@ -1,0 +1,29 @@
+"""``python -m services.orchestrator --run-dir DIR``"""
+
+from __future__ import annotations
+
+import sys
+
+from services.orchestrator.config import parse
+
+
+def run() -> int:
+    settings = parse()
+
+    import asyncio
+
+    from services.common.errors import UserError
+    from services.common.process import die_with_parent_if_asked
+    from services.orchestrator.app import main
+
+    die_with_parent_if_asked()
+    try:
+        asyncio.run(main(settings))
+    except UserError as error:
+        sys.stderr.write(f"orchestrator: {error.message}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

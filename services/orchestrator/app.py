@@ -1,0 +1,158 @@
+"""Wiring: run directory -> journal -> recovered ring -> server -> the run's life -> exit.
+
+    lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+
+import structlog
+
+from services.common import logs
+from services.common.aio import TaskOwner
+from services.common.config.loading import load_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
+from services.common.rpc.server import Server
+from services.orchestrator import lifecycle
+from services.orchestrator.config import Settings
+from services.orchestrator.datasets import open_source
+from services.orchestrator.journal import records
+from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.lock import RunLock
+from services.orchestrator.progress import waits
+from services.orchestrator.recovery import recover
+from services.orchestrator.ring import Ring
+from services.orchestrator.servicer_pool import PoolServicer
+from services.orchestrator.servicer_run import RunServicer
+from services.orchestrator.servicer_training import TrainingServicer
+from services.orchestrator.watch import Watch
+
+log = structlog.get_logger()
+
+MIN_FAREWELL_S = 1.0  # people who watch see the last state
+MAX_FAREWELL_S = 10.0  # trainers and replicas leave by themselves after this
+
+
+async def main(settings: Settings) -> None:
+    """Serve one run until it has ended, or SIGTERM; raises UserError for what cannot be used."""
+    recipe = load_resolved(settings.run_dir)
+    with RunLock(settings.lock_file):
+        logs.configure("orchestrator", settings.run_dir)
+        logs.bind(run=recipe.run.id)
+        await _serve(settings, recipe)
+
+
+async def _serve(settings: Settings, recipe: Recipe) -> None:
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(error: BaseException) -> None:
+        if not failed.done():
+            failed.set_exception(error)
+
+    journal = Journal(
+        settings.journal_dir,
+        segment_bytes=recipe.orchestrator.segment_bytes,
+        durability=recipe.orchestrator.durability,
+        on_failure=fail,
+    )
+    reader = JournalReader(settings.journal_dir)
+    ring = _ring(settings.run_dir, recipe, journal, reader)
+    recover(ring, reader)
+    reader.close()
+    port = recipe.orchestrator.port if settings.port is None else settings.port
+    server = Server(
+        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
+    )
+    runs = RunServicer(ring)
+    server.add(
+        pool_pb2_grpc.add_PoolServiceServicer_to_server,
+        PoolServicer(ring, _gateway_address(recipe)),
+        "millrace.v1.PoolService",
+    )
+    server.add(
+        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
+    )
+    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
+    server.set_gauges(lambda: _gauges(ring), lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))})
+    server.on_stop(runs.closing.set)
+    server.on_stop(ring.close)
+    await server.start()
+    journal.start()
+    async with TaskOwner() as tasks:
+        try:
+            tasks.start(Watch(ring).run(), "watch")
+            server.set_ready()
+            ending = tasks.start(_live_and_part(ring), "lifecycle")
+            stopping = tasks.start(server.wait_for_stop(), "signals")
+            broken = tasks.start(tasks.failed(), "failures")
+            await asyncio.wait({ending, stopping, broken, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            for task in (ending, broken):
+                if task.done():
+                    task.result()
+        finally:
+            failed.cancel()
+            await server.stop()
+            await journal.close()
+            ring.metrics.close()
+
+
+async def _live_and_part(ring: Ring) -> None:
+    await lifecycle.live(ring)
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) < MAX_FAREWELL_S:
+        gone = all(r.mailbox is None for r in ring.pool) and all(t.mailbox is None for t in ring.trainers)
+        if gone and waited >= MIN_FAREWELL_S:
+            return
+        await asyncio.sleep(0.1)
+
+
+def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader) -> Ring:
+    seed = recipe.run.seed
+    training_source = open_source(recipe.data.train, seed + recipe.data.train.seed)
+    evaluation = recipe.data.evaluation
+    evaluation_source = open_source(evaluation, evaluation.seed) if evaluation is not None else None
+    begun = next(iter(reader.find(records.RUN, [""]).values()), None)
+    if begun is None:
+        begun = {"run_id": recipe.run.id, "mark": secrets.token_hex(3), "started_at": time.time()}
+        record = begun
+        journal.submit(records.RUN, "", lambda: record)
+    elif begun["run_id"] != recipe.run.id:
+        raise ConfigError(
+            f"the journal in {run_dir} belongs to run {begun['run_id']!r}, its recipe.json to {recipe.run.id!r}: "
+            "give the new run a directory of its own"
+        )
+    return Ring(
+        recipe,
+        run_dir,
+        journal,
+        training_source=training_source,
+        evaluation_source=evaluation_source,
+        run_mark=begun["mark"],
+        started_at=begun["started_at"],
+    )
+
+
+def _gateway_address(recipe: Recipe) -> str:
+    return f"{recipe.envgateway.host}:{recipe.envgateway.port}" if recipe.envgateway is not None else ""
+
+
+def _gauges(ring: Ring) -> dict[str, float]:
+    gauges = {
+        "replicas": float(len(ring.pool)),
+        "running": float(ring.pool.num_running),
+        "tokens_per_s": ring.pool.tokens_per_s,
+        "journal_records": float(ring.journal.num_records),
+        "journal_commits": float(ring.journal.num_commits),
+    }
+    for policy, ledger in ring.ledgers.items():
+        gauges[f"version/{policy}"] = float(ledger.newest_number)
+        gauges[f"buffered/{policy}"] = float(ring.experience.buffers[policy].num_sequences)
+    return gauges

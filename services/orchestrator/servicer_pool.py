@@ -1,0 +1,142 @@
+"""The membrane to replicas: convert, call the ring, convert."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common import serde
+from services.common.errors import InvalidRequestError
+from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.types import RolloutFailure
+from services.orchestrator.acks import AckQueue
+from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup, ReplicaCommand
+from services.orchestrator.groups import Outcome
+from services.orchestrator.ingest import INVALID_RECORD, RecordOutcome
+from services.orchestrator.pool import Held, Hello
+from services.orchestrator.ring import Ring
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_OUTCOME = {
+    RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
+    RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
+    RecordOutcome.UNKNOWN: pool_pb2.RECORD_OUTCOME_UNKNOWN,
+    RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
+}
+
+
+class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
+    def __init__(self, ring: Ring, envgateway_address: str) -> None:
+        self._ring = ring
+        self._envgateway_address = envgateway_address
+
+    async def JoinPool(
+        self, request: pool_pb2.JoinPoolRequest, context: Context
+    ) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
+        if not request.replica_id or not request.incarnation:
+            raise InvalidRequestError("replica_id and incarnation must be set")
+        if request.num_slots < 1:
+            raise InvalidRequestError(f"num_slots is {request.num_slots}; it must be 1 or more")
+        replica = self._ring.join_replica(
+            Hello(
+                replica_id=request.replica_id,
+                incarnation=request.incarnation,
+                num_slots=request.num_slots,
+                held={held.policy: Held(held.number, held.digest) for held in request.held_versions},
+                running=tuple(request.running_task_group_ids),
+                labels=dict(request.labels),
+                weights_address=request.weights_address,
+            )
+        )
+        mailbox = replica.mailbox
+        assert mailbox is not None
+        try:
+            yield pool_pb2.JoinPoolResponse(
+                welcome=pool_pb2.Welcome(
+                    run_id=self._ring.run_id,
+                    lease=serde.duration_to_proto(self._ring.pool.lease_s),
+                    envgateway_address=self._envgateway_address,
+                )
+            )
+            while (command := await mailbox.get()) is not None:
+                yield self._command(command)
+        finally:
+            self._ring.pool.stream_ended(replica, mailbox)
+            log.info("replica.stream_ended", replica=request.replica_id)
+
+    def _command(self, command: ReplicaCommand) -> pool_pb2.JoinPoolResponse:
+        match command:
+            case PlayGroup(order):
+                return pool_pb2.JoinPoolResponse(run_task_group=serde.order_to_proto(order))
+            case CancelGroup(task_group_id, reason):
+                cancel = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason=reason)
+                return pool_pb2.JoinPoolResponse(cancel_task_group=cancel)
+            case AnnounceVersion(version):
+                proto = serde.weight_version_to_proto(version, self._ring.run_id)
+                return pool_pb2.JoinPoolResponse(new_version=pool_pb2.NewVersion(version=proto))
+            case LeavePool(reason):
+                return pool_pb2.JoinPoolResponse(drain=pool_pb2.Drain(reason=reason))
+
+    async def ReportReplica(
+        self, request: pool_pb2.ReportReplicaRequest, context: Context
+    ) -> pool_pb2.ReportReplicaResponse:
+        self._ring.report_replica(
+            request.replica_id,
+            request.incarnation,
+            held={held.policy: Held(held.number, held.digest) for held in request.held_versions},
+            num_tokens=request.num_generated_tokens,
+            emission=[serde.interval_from_proto(interval) for interval in request.emission_intervals],
+            gauges=dict(request.gauges),
+        )
+        return pool_pb2.ReportReplicaResponse(lease=serde.duration_to_proto(self._ring.pool.lease_s))
+
+    async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading
+        self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
+    ) -> None:
+        acks = AckQueue()
+        writer = asyncio.ensure_future(_send_acks(acks, context))
+        try:
+            async for request in request_iterator:
+                answer = acks.open(request.record_number)
+                self._ring.ingest.submit(_record(request), answer)
+                if acks.full:
+                    await acks.room()
+            acks.end()
+            await writer
+        finally:
+            writer.cancel()
+
+
+async def _send_acks(acks: AckQueue, context: Context) -> None:
+    while ready := await acks.next():
+        await context.write(
+            pool_pb2.StreamTrajectoriesResponse(
+                acks=[pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[outcome]) for number, outcome in ready]
+            )
+        )
+
+
+def _record(request: pool_pb2.StreamTrajectoriesRequest) -> Outcome:
+    """What came in; what cannot be a record becomes a failure of its slot."""
+    kind = request.WhichOneof("record")
+    if kind == "failure":
+        return serde.failure_from_proto(request.failure, request.replica_id)
+    if kind != "trajectory":
+        raise InvalidRequestError(f"record {request.record_number} holds neither a trajectory nor a failure")
+    try:
+        return serde.trajectory_from_proto(request.trajectory, request.replica_id)
+    except InvalidRequestError as error:
+        return RolloutFailure(
+            task_group_id=request.trajectory.task_group_id,
+            index=request.trajectory.index,
+            reason=INVALID_RECORD,
+            detail=error.message,
+            replica_id=request.replica_id,
+        )

@@ -1,0 +1,135 @@
+"""The membrane to people and tools: progress and run control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.common import serde
+from services.common.errors import InvalidRequestError
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.progress import Progress, progress
+from services.orchestrator.ring import Ring
+from services.orchestrator.run_control import RunState
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+WATCH_EVERY_S = 1.0
+
+_STATE = {
+    RunState.STARTING: run_pb2.RUN_STATE_STARTING,
+    RunState.EVALUATING_START: run_pb2.RUN_STATE_EVALUATING_START,
+    RunState.TRAINING: run_pb2.RUN_STATE_TRAINING,
+    RunState.PAUSED: run_pb2.RUN_STATE_PAUSED,
+    RunState.EVALUATING_END: run_pb2.RUN_STATE_EVALUATING_END,
+    RunState.FINISHED: run_pb2.RUN_STATE_FINISHED,
+    RunState.STOPPED: run_pb2.RUN_STATE_STOPPED,
+}
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._config_json = ring.recipe.model_dump_json()
+        self.closing = asyncio.Event()
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Context) -> run_pb2.GetRunResponse:
+        now = progress(self._ring)
+        return run_pb2.GetRunResponse(
+            run_id=self._ring.run_id,
+            state=_STATE[now.state],
+            config_json=self._config_json,
+            progress=progress_to_proto(now),
+            run_dir=str(self._ring.run_dir.resolve()),
+        )
+
+    async def WatchRun(
+        self, request: run_pb2.WatchRunRequest, context: Context
+    ) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        while True:
+            now = progress(self._ring)
+            yield run_pb2.WatchRunResponse(progress=progress_to_proto(now))
+            if now.state in (RunState.FINISHED, RunState.STOPPED) or self.closing.is_set():
+                return
+            try:
+                await asyncio.wait_for(self.closing.wait(), WATCH_EVERY_S)
+            except TimeoutError:
+                continue
+
+    async def PauseRun(self, request: run_pb2.PauseRunRequest, context: Context) -> run_pb2.PauseRunResponse:
+        self._ring.pause()
+        return run_pb2.PauseRunResponse()
+
+    async def ResumeRun(self, request: run_pb2.ResumeRunRequest, context: Context) -> run_pb2.ResumeRunResponse:
+        self._ring.resume()
+        return run_pb2.ResumeRunResponse()
+
+    async def StopRun(self, request: run_pb2.StopRunRequest, context: Context) -> run_pb2.StopRunResponse:
+        self._ring.control.stop(request.reason or "asked to stop")
+        return run_pb2.StopRunResponse()
+
+    async def DrainReplica(
+        self, request: run_pb2.DrainReplicaRequest, context: Context
+    ) -> run_pb2.DrainReplicaResponse:
+        self._ring.pool.drain(request.replica_id, "asked to drain")
+        return run_pb2.DrainReplicaResponse()
+
+    async def StartEvaluation(
+        self, request: run_pb2.StartEvaluationRequest, context: Context
+    ) -> run_pb2.StartEvaluationResponse:
+        if not request.request_id:
+            raise InvalidRequestError("request_id must be set: it names the evaluation")
+        evaluation_id = f"asked-{request.request_id}"
+        await self._ring.begin_evaluation(evaluation_id)
+        return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)
+
+
+def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
+    return run_pb2.RunProgress(
+        at=serde.timestamp_to_proto(now.at),
+        state=_STATE[now.state],
+        policies=[
+            run_pb2.PolicyProgress(
+                policy=p.policy,
+                version=p.version,
+                num_steps=p.num_steps,
+                num_buffered=p.num_buffered,
+                num_expected=p.num_expected,
+                reward_mean=p.reward_mean,
+                staleness_max=p.staleness_max,
+                trainer_state=p.trainer_state,
+                metrics=dict(p.metrics),
+            )
+            for p in now.policies
+        ],
+        replicas=[
+            run_pb2.ReplicaProgress(
+                replica_id=r.replica_id,
+                num_slots=r.num_slots,
+                num_running=r.num_running,
+                tokens_per_s=r.tokens_per_s,
+                versions=dict(r.versions),
+                lease_left_s=r.lease_left_s,
+                draining=r.draining,
+            )
+            for r in now.replicas
+        ],
+        tokens_per_s=now.tokens_per_s,
+        evaluations=[evaluation_to_proto(result) for result in now.evaluations],
+        counters=dict(now.counters),
+        waits=now.waits,
+    )
+
+
+def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
+    return run_pb2.EvaluationResult(
+        name=result.name,
+        versions=dict(result.versions),
+        mean_reward=result.mean_reward,
+        num_trajectories=result.num_trajectories,
+        num_failed=result.num_failed,
+    )

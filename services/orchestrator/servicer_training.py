@@ -1,0 +1,127 @@
+"""The membrane to trainers: convert, call the ring, convert."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common import serde
+from services.common.errors import InvalidRequestError
+from services.common.pb import training_pb2, training_pb2_grpc
+from services.orchestrator.commands import (
+    PauseTraining,
+    ResumeTraining,
+    SaveCheckpoint,
+    StopTraining,
+    TrainerCommand,
+)
+from services.orchestrator.ring import Ring
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+PULL_WAIT_S = 55.0  # below the 60 s that callers allow, so that they hear the reason
+PULL_MARGIN_S = 0.5
+
+
+class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    async def JoinTraining(
+        self, request: training_pb2.JoinTrainingRequest, context: Context
+    ) -> AsyncIterator[training_pb2.JoinTrainingResponse]:
+        if not request.incarnation:
+            raise InvalidRequestError("incarnation must be set")
+        ring = self._ring
+        newest = ring.ledgers[ring.policy(request.policy)].newest
+        trainer = ring.join_trainer(
+            request.policy,
+            request.incarnation,
+            max(request.num_ranks, 1),
+            request.recovered_version,
+            dict(request.labels),
+        )
+        mailbox = trainer.mailbox
+        assert mailbox is not None
+        try:
+            yield training_pb2.JoinTrainingResponse(
+                welcome=training_pb2.TrainingWelcome(
+                    run_id=ring.run_id,
+                    newest_version=-1 if newest is None else newest.number,
+                    newest_digest="" if newest is None else newest.digest,
+                    num_steps=ring.num_steps,
+                    lease=serde.duration_to_proto(ring.trainers.lease_s),
+                )
+            )
+            while (command := await mailbox.get()) is not None:
+                yield _command(command)
+        finally:
+            ring.trainers.stream_ended(trainer, mailbox)
+            log.info("trainer.stream_ended", policy=request.policy)
+
+    async def ReportTrainer(
+        self, request: training_pb2.ReportTrainerRequest, context: Context
+    ) -> training_pb2.ReportTrainerResponse:
+        self._ring.trainers.report(
+            self._ring.policy(request.policy),
+            request.incarnation,
+            training_step=request.training_step,
+            state=request.state,
+            checkpoint_step=request.checkpoint_step,
+            gauges=dict(request.gauges),
+        )
+        return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
+
+    # A coroutine that writes, not a generator: each message then passes one frame instead of three.
+    async def PullBatch(  # type: ignore[override]
+        self, request: training_pb2.PullBatchRequest, context: Context
+    ) -> None:
+        if not 0 <= request.rank < request.num_ranks:
+            raise InvalidRequestError(f"rank is {request.rank}; it must be at least 0 and below num_ranks ({request.num_ranks})")
+        remaining = context.time_remaining()
+        wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
+        batch = await self._ring.pull_batch(request.policy, request.training_step, wait_s)
+        share = batch.share(request.rank, request.num_ranks)
+        header = training_pb2.BatchHeader(
+            training_step=share.training_step,
+            minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
+            num_sequences=len(share.sequences),
+            replayed=batch.replayed,
+        )
+        await context.write(training_pb2.PullBatchResponse(header=header))
+        for sequence in share.sequences:
+            proto = serde.training_sequence_to_proto(sequence)
+            await context.write(training_pb2.PullBatchResponse(sequence=proto))
+        footer = training_pb2.BatchFooter(num_sequences=len(share.sequences))
+        await context.write(training_pb2.PullBatchResponse(footer=footer))
+
+    async def PublishVersion(
+        self, request: training_pb2.PublishVersionRequest, context: Context
+    ) -> training_pb2.PublishVersionResponse:
+        if request.version.run_id and request.version.run_id != self._ring.run_id:
+            raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._ring.run_id!r}")
+        newest = await self._ring.publish(
+            serde.weight_version_from_proto(request.version),
+            request.incarnation,
+            metrics=dict(request.metrics),
+            compute=[serde.interval_from_proto(interval) for interval in request.compute_intervals],
+            checkpoint_step=request.checkpoint_step,
+        )
+        return training_pb2.PublishVersionResponse(newest_version=newest)
+
+
+def _command(command: TrainerCommand) -> training_pb2.JoinTrainingResponse:
+    match command:
+        case PauseTraining():
+            return training_pb2.JoinTrainingResponse(pause=training_pb2.PauseTraining())
+        case ResumeTraining():
+            return training_pb2.JoinTrainingResponse(resume=training_pb2.ResumeTraining())
+        case SaveCheckpoint():
+            return training_pb2.JoinTrainingResponse(checkpoint=training_pb2.SaveCheckpoint())
+        case StopTraining(reason):
+            return training_pb2.JoinTrainingResponse(stop=training_pb2.StopTraining(reason=reason))
