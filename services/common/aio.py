@@ -17,6 +17,8 @@ from services.common.errors import DeadlineError
 
 log = structlog.get_logger()
 
+CLOSE_S = 30.0
+
 
 @asynccontextmanager
 async def deadline(seconds: float | None, name: str) -> AsyncIterator[None]:
@@ -46,7 +48,7 @@ def backoff(first_s: float = 0.1, longest_s: float = 5.0, factor: float = 2.0) -
 class TaskOwner:
     """Owns background tasks: none is orphaned, and the first failure is told to whoever waits on ``failed``.
 
-    Use as ``async with TaskOwner() as tasks``; leaving cancels what still runs and waits for it.
+    Use as ``async with TaskOwner() as tasks``; leaving cancels what still runs and waits for it, up to a deadline.
     """
 
     def __init__(self) -> None:
@@ -76,14 +78,21 @@ class TaskOwner:
             self._failure = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._failure)
 
-    async def close(self) -> None:
-        """Cancel what runs and wait until it has ended."""
+    async def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Cancel what runs and wait until it has ended.
+
+        Raises:
+            DeadlineError: naming the tasks that did not end when they were cancelled.
+        """
         self._closed = True
-        current = asyncio.current_task()
-        running = [task for task in self._tasks if task is not current]
+        running = self._tasks - {asyncio.current_task()}
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        if running:
+            _, stuck = await asyncio.wait(running, timeout=timeout_s)
+            if stuck:
+                names = ", ".join(sorted(task.get_name() for task in stuck))
+                raise DeadlineError(f"cancelling {names} took longer than {timeout_s:g} s", wait=names)
         if self._failure is not None and not self._failure.done():
             self._failure.cancel()
 

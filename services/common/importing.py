@@ -25,11 +25,15 @@ def load_object(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{path}: importing {module_name} needs {error.name!r}, which is not installed") from error
+            raise ConfigError(
+                f"{path}: importing {module_name} needs {error.name!r}, which is not installed"
+            ) from error
         raise ConfigError(
             f"{path}: there is no module {error.name!r}; is it spelt right, and is the current directory "
             f"({os.getcwd()}) the one that holds it?"
         ) from error
+    except Exception as error:  # the user's code runs here, and can raise anything
+        raise ConfigError(f"{path}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def configure(service: str, run_dir: Path | None = None, instance: str | None = None, level: str = "info") -> None:
@@ -24,10 +25,11 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
     The launcher's terminal belongs to its live view: it gets warnings and errors only.
     """
     name = instance or service
-    file: TextIO | None = None
+    file: BinaryIO | None = None
     if run_dir is not None:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        file = (run_dir / "logs" / f"{name}.jsonl").open("a", buffering=1, encoding="utf-8")
+        # Unbuffered: a line is one write, so lines of several threads do not mix and a killed process loses none.
+        file = (run_dir / "logs" / f"{name}.jsonl").open("ab", buffering=0)
     console_level = _LEVELS["warning"] if service == "launcher" else _LEVELS[level]
     structlog.configure(
         processors=[
@@ -42,26 +44,38 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True)
+    logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
 
 
 def bind(**ids: Any) -> None:
-    """Put ids on every later event of this task."""
+    """Put ids on every later event of this task. ``run`` and ``request`` also travel with every call."""
     structlog.contextvars.bind_contextvars(**ids)
 
 
 class _Sink:
     """The last processor: one JSON line to the file, one readable line to the terminal."""
 
-    def __init__(self, file: TextIO | None, identity: dict[str, str], console_level: int) -> None:
+    def __init__(self, file: BinaryIO | None, identity: dict[str, str], console_level: int) -> None:
         self._file = file
         self._identity = identity
         self._console_level = console_level
-        self._render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        self._render = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
         if self._file is not None:
-            self._file.write(orjson.dumps({**self._identity, **event}, default=str).decode() + "\n")
+            self._file.write(orjson.dumps({**self._identity, **event}, default=str, option=_JSON))
         if _LEVELS.get(method, 40) < self._console_level:
             raise structlog.DropEvent
         return str(self._render(logger, method, event))
+
+
+class _LibraryHandler(logging.Handler):
+    """What libraries say through ``logging`` becomes an event, so that the file has all of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        method = "error" if record.levelno >= logging.ERROR else "warning"
+        getattr(structlog.get_logger(), method)(
+            "library.log", logger=record.name, message=record.getMessage(), exc_info=record.exc_info or None
+        )

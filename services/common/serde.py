@@ -96,13 +96,14 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
     source = _SOURCE_FROM_PROTO.get(proto.source)
     if source is None:
         raise InvalidRequestError(f"segment has no source (got {proto.source})")
-    if len(proto.token_ids) % 4 or len(proto.logprobs) % 4:
+    token_ids, logprobs = proto.token_ids, proto.logprobs  # each access copies the bytes: one each
+    if len(token_ids) % 4 or len(logprobs) % 4:
         raise InvalidRequestError("token ids and log-probabilities must be whole 4-byte values")
     try:
         return Segment(
             source=source,
-            token_ids=np.frombuffer(proto.token_ids, dtype=_INT32),
-            logprobs=np.frombuffer(proto.logprobs, dtype=_FLOAT32),
+            token_ids=np.frombuffer(token_ids, dtype=_INT32),
+            logprobs=np.frombuffer(logprobs, dtype=_FLOAT32),
             weight_version=proto.weight_version,
             mixed_cache=proto.mixed_cache,
         )
@@ -257,9 +258,7 @@ def weight_version_to_proto(version: WeightVersion, run_id: str = "") -> weights
 
 
 def weight_version_from_proto(proto: weights_pb2.WeightVersion) -> WeightVersion:
-    return WeightVersion(
-        policy=proto.policy, number=proto.number, digest=proto.digest, sources=tuple(proto.sources)
-    )
+    return WeightVersion(policy=proto.policy, number=proto.number, digest=proto.digest, sources=tuple(proto.sources))
 
 
 def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:

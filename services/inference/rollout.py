@@ -217,7 +217,7 @@ class RolloutPlayer:
     async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int) -> Outcome:
         self._check_versions(order.required_versions)
         slot = f"{order.task_group_id}/{index}"
-        seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}") >> 1
+        seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
         policies = {
             name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits)
             for name, policy in self._policies.items()

@@ -70,9 +70,10 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
     )
     runs = RunServicer(ring)
+    pool = PoolServicer(ring, _gateway_address(recipe))
     server.add(
         pool_pb2_grpc.add_PoolServiceServicer_to_server,
-        PoolServicer(ring, _gateway_address(recipe)),
+        pool,
         "millrace.v1.PoolService",
     )
     server.add(
@@ -81,6 +82,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(lambda: _gauges(ring), lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))})
     server.on_stop(runs.closing.set)
+    server.on_stop(pool.closing.set)
     server.on_stop(ring.close)
     await server.start()
     journal.start()

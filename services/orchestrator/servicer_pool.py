@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from services.common import serde
+from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.types import RolloutFailure
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+LAST_ACKS_S = 4.0  # below the server's grace
+
 _OUTCOME = {
     RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
     RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
@@ -36,6 +39,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     def __init__(self, ring: Ring, envgateway_address: str) -> None:
         self._ring = ring
         self._envgateway_address = envgateway_address
+        self.closing = asyncio.Event()
 
     async def JoinPool(
         self, request: pool_pb2.JoinPoolRequest, context: Context
@@ -101,17 +105,28 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> None:
         acks = AckQueue()
+        reader = asyncio.ensure_future(self._read(request_iterator, acks))
         writer = asyncio.ensure_future(_send_acks(acks, context))
+        closing = asyncio.ensure_future(self.closing.wait())
         try:
-            async for request in request_iterator:
-                answer = acks.open(request.record_number)
-                self._ring.ingest.submit(_record(request), answer)
-                if acks.full:
-                    await acks.room()
+            await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            # The peer has ended the stream, or we are stopping: what was read is still acknowledged.
+            reader.cancel()
             acks.end()
-            await writer
+            async with deadline(LAST_ACKS_S, f"the last acknowledgements to {context.peer()}"):
+                await writer
         finally:
-            writer.cancel()
+            for task in (reader, writer, closing):
+                task.cancel()
+
+    async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue) -> None:
+        async for request in requests:
+            answer = acks.open(request.record_number)
+            self._ring.ingest.submit(_record(request), answer)
+            if acks.full:
+                await acks.room()
 
 
 async def _send_acks(acks: AckQueue, context: Context) -> None:

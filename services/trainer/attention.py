@@ -106,8 +106,10 @@ def attend_by_runs(
     for (count, length), q, k, v in zip(
         documents.runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True
     ):
-        rows = (t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v))  # [count, heads, length, head_dim]
-        output = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
+        q, k, v = (
+            t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v)
+        )  # [count, heads, length, head_dim]
+        output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
     return torch.cat(outputs).unsqueeze(0)
 
@@ -130,17 +132,18 @@ def _torch_varlen(
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     offsets, longest = documents.offsets, documents.max_length
-    output: torch.Tensor = varlen_attn(
+    output = varlen_attn(
         q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, longest, longest,
         scale=scaling, window_size=(-1, 0),
     )  # fmt: skip
+    assert isinstance(output, torch.Tensor)  # a pair only where the log-sum-exp is asked for
     return output
 
 
 def _flash_attn_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     offsets, longest = documents.offsets, documents.max_length
     output: torch.Tensor = flash_attn_varlen_func(

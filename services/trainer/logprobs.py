@@ -133,7 +133,9 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_z = q.mul_(-upstream - grad_entropy[rows, None] * log_q.add_(entropy[rows, None]))
                 inside = (targets[rows] >= block.start) & (targets[rows] < block.stop)
                 local = (targets[rows] - block.start).clamp(0, block.stop - block.start - 1)
-                grad_z.scatter_add_(1, local[:, None], torch.where(inside[:, None], upstream, torch.zeros_like(upstream)))
+                grad_z.scatter_add_(
+                    1, local[:, None], torch.where(inside[:, None], upstream, torch.zeros_like(upstream))
+                )
                 if temperature != 1.0:
                     grad_z.div_(temperature)
                 grad_hidden[rows].addmm_(grad_z, w)

@@ -74,7 +74,5 @@ def pack_for_ranks(
 
 def forward(model: PolicyModel, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, entropies) of the trained tokens. [num_targets] each"""
-    logprobs, entropy = model(
-        batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
-    )
+    logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature)
     return logprobs, entropy

@@ -15,6 +15,7 @@ from services.common.errors import ModelMismatchError
 from services.common.models import load_model
 from services.trainer.attention import ATTENTION_NAME, Documents, register_attention
 from services.trainer.logprobs import token_logprobs
+from services.trainer.norms import speed_up_norms
 from services.trainer.sharding import Ranks, shard
 
 
@@ -75,6 +76,8 @@ def build_policy_model(
     else:
         model.eval().requires_grad_(False)
     model.to(ranks.device)
+    if trainable:
+        speed_up_norms(model)
     shard(model, model.layers, ranks, compute_dtype)
     return model
 

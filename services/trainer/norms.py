@@ -14,8 +14,6 @@ import torch
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = weight * x * rsqrt(mean(x^2) + eps) over the last axis."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -36,13 +34,18 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, grad_n.reshape(-1, width).sum(0), None
 
 
-def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = _RmsNorm.apply(hidden, module.weight, module.variance_epsilon)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * x * rsqrt(mean(x^2) + eps) over the last axis. [..., width], [width] -> [..., width]"""
+    output: torch.Tensor = _RmsNorm.apply(x, weight, eps)
     return output
 
 
+def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return rms_norm(hidden, module.weight, module.variance_epsilon)
+
+
 def speed_up_norms(model: torch.nn.Module) -> int:
-    """Give every plain RMSNorm in full precision on the CPU the pass above; how many there were.
+    """Give every plain float32 RMSNorm on the CPU the pass above; how many there were.
 
     A norm of another formula (Gemma's 1 + weight) is recognised by its numbers and left alone.
     """
@@ -59,7 +62,7 @@ def _is_plain(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or not hasattr(module, "variance_epsilon") or weight.ndim != 1 or weight.device.type != "cpu":
         return False
-    if weight.dtype not in (torch.float32, torch.float64):
+    if weight.dtype != torch.float32:  # transformers' norm rounds any other type to float32 and back
         return False
     probe = torch.linspace(-1.0, 2.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
     return torch.allclose(module(probe), _forward(module, probe), rtol=1e-6, atol=1e-6)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -89,7 +90,7 @@ def init_ranks(*, timeout_s: float, device: str | None = None, always_group: boo
     if world_size > 1:
         dist.init_process_group(backend, timeout=timeout)
     elif always_group:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return Ranks(rank=rank, world_size=world_size, device=target)
 
 
@@ -120,9 +121,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def full_weights(
-    model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_weights(model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole tensor in ``dtype`` on the CPU) one at a time; None on ranks other than 0, which must iterate too.
 
     Tied weights appear once, under their first name. Peak extra memory is one tensor.

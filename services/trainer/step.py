@@ -27,7 +27,7 @@ from services.common.types import MinibatchTotals, RankBatch
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.advantages import normalize, sequence_advantages, weighted_moments
 from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.base import TokenBatch, TrustRegion
+from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
 from services.trainer.algorithms.m2po import binding_second_moments, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
@@ -104,7 +104,8 @@ class TrainStep:
         self._check_totals(batch)
         if self.config.batch_normalize_advantages:
             moments = torch.tensor(weighted_moments(advantages, trained), dtype=torch.float64, device=self.ranks.device)
-            advantages = normalize(advantages, *self.ranks.sum(moments).tolist(), self.config.advantage_eps)
+            tokens, total, total_squares = self.ranks.sum(moments).tolist()
+            advantages = normalize(advantages, tokens, total, total_squares, self.config.advantage_eps)
         sums.add("sequences", len(batch.sequences))
         sums.add("reward", sum(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
@@ -190,8 +191,8 @@ class TrainStep:
             assert current is not None
             clamp = self.config.log_ratio_clamp
             moments = [
-                binding_second_moments((l - m.behaviour).clamp(-clamp, clamp), m.advantages, _all(m))
-                for m, l in zip(micro_batches, current, strict=True)
+                binding_second_moments(log_ratio(logprobs, m.behaviour, clamp), m.advantages, _all(m))
+                for m, logprobs in zip(micro_batches, current, strict=True)
             ]
             return _Context(totals=totals, region=trust_region(self.ranks.gather(torch.cat(moments)), threshold))
         if self._algorithm.needs_keep_mask:

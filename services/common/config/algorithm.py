@@ -95,7 +95,9 @@ class AlgorithmConfig(BaseModel):
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:
         if self.loss_aggregation == "constant" and self.constant_denominator is None:
-            raise ValueError("loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens")
+            raise ValueError(
+                "loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens"
+            )
         if self.loss_aggregation != "constant" and self.constant_denominator is not None:
             raise ValueError("constant_denominator needs loss_aggregation: constant")
         return self

@@ -1,4 +1,4 @@
-"""Client channels: keepalive, retries where repeating is safe, explicit deadlines.
+"""Client channels: keepalive, retries where repeating is safe, ids in the metadata, explicit deadlines.
 
 Deadlines are arguments of each call (``timeout=DEADLINES["GetRun"]``): the reader sees how long it can hang and the
 server sees it too. (A timeout in the service config fires early and the server sees none.)
@@ -7,14 +7,14 @@ server sees it too. (A timeout in the service config fires early and the server 
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import grpc
 
+from services.common.rpc.metadata import call_metadata, completed
 from services.common.rpc.status import translated_errors
 
-__all__ = ["DEADLINES", "KEEPALIVE", "call_metadata", "channel", "translated_errors"]
+__all__ = ["DEADLINES", "KEEPALIVE", "RETRIED", "call_metadata", "channel", "translated_errors"]
 
 # Seconds. None: a stream that a lease, a drain or the run's end closes.
 DEADLINES: dict[str, float | None] = {
@@ -43,8 +43,9 @@ DEADLINES: dict[str, float | None] = {
     "StartEvaluation": 5.0,
 }
 
-# Repeating these is harmless (docs/protocol.md says why); the others are retried by their callers, or not at all.
-_RETRIED: dict[str, tuple[str, ...]] = {
+# Repeating these is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE.
+# The others are retried by their callers, who know what was done already, or not at all.
+RETRIED: dict[str, tuple[str, ...]] = {
     "millrace.v1.PoolService": ("ReportReplica",),
     "millrace.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
     "millrace.v1.WeightService": ("GetManifest",),
@@ -74,16 +75,58 @@ def channel(address: str) -> grpc.aio.Channel:
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return _Channel(grpc.aio.insecure_channel(address, options=options))
 
 
-def call_metadata(run_id: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
-    """Metadata that every call carries; a request id is made when none is given."""
-    return (("x-run-id", run_id), ("x-request-id", request_id or uuid.uuid4().hex))
+class _Channel(grpc.aio.Channel):
+    """Puts the caller's ids on every call; all else is the wrapped channel's.
+
+    Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
+    """
+
+    def __init__(self, wrapped: grpc.aio.Channel) -> None:
+        self._wrapped = wrapped
+
+    async def __aenter__(self) -> _Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._wrapped.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._wrapped.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._wrapped.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._wrapped.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.unary_unary(*arguments, **keywords))
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.unary_stream(*arguments, **keywords))
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.stream_unary(*arguments, **keywords))
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.stream_stream(*arguments, **keywords))
+
+
+def _with_ids(call: Any) -> Any:
+    def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+        return call(*arguments, metadata=completed(metadata), **keywords)
+
+    return called
 
 
 def _service_config() -> str:
-    names = [{"service": service, "method": method} for service, methods in _RETRIED.items() for method in methods]
+    names = [{"service": service, "method": method} for service, methods in RETRIED.items() for method in methods]
     policy = {
         "maxAttempts": 4,
         "initialBackoff": "0.1s",
@@ -91,7 +134,7 @@ def _service_config() -> str:
         "backoffMultiplier": 3,
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
-    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
+    return json.dumps({"methodConfig": [{"name": names, "waitForReady": True, "retryPolicy": policy}]})
 
 
 _SERVICE_CONFIG = _service_config()

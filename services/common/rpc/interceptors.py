@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 import structlog
 
 from services.common.errors import MillraceError
+from services.common.rpc.metadata import ids_from_metadata
 from services.common.rpc.status import to_status
 
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Handler = grpc.RpcMethodHandler[Any, Any]
+
+_UNARY_RESPONSE = ("unary_unary", "stream_unary")
+_STREAM_RESPONSE = ("unary_stream", "stream_stream")
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -28,25 +33,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method: str = handler_call_details.method
-        for kind in ("unary_unary", "stream_unary"):
+        if handler is None:  # no such method: grpc answers UNIMPLEMENTED
+            return None
+        method = handler_call_details.method
+        for kind in (*_UNARY_RESPONSE, *_STREAM_RESPONSE):
             if (behaviour := getattr(handler, kind)) is not None:
-                make = getattr(grpc, f"{kind}_rpc_method_handler")
-                return make(
-                    self._unary(method, behaviour), handler.request_deserializer, handler.response_serializer
-                )
-        for kind in ("unary_stream", "stream_stream"):
-            if (behaviour := getattr(handler, kind)) is not None:
-                make = getattr(grpc, f"{kind}_rpc_method_handler")
-                return make(
-                    self._streaming(method, behaviour), handler.request_deserializer, handler.response_serializer
-                )
+                wrap = self._unary if kind in _UNARY_RESPONSE else self._streaming
+                make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
+                return make(wrap(method, behaviour), handler.request_deserializer, handler.response_serializer)
         return handler
 
     def _unary(self, method: str, behaviour: Any) -> Any:
@@ -57,21 +55,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _streaming(self, method: str, behaviour: Any) -> Any:
-        if inspect.isasyncgenfunction(behaviour):
+        """A coroutine that writes, not a generator that yields.
 
-            async def generated(request: Any, context: Context) -> AsyncIterator[Any]:
-                async with self.around(method, context):
-                    async for response in behaviour(request, context):
-                        yield response
+        grpc leaves a generator suspended when its call is cancelled; it would be finalised in another task, where
+        context variables cannot be restored, at a time of the garbage collector's choosing.
+        """
 
-            return generated
-
-        async def written(request: Any, context: Context) -> None:
-            # A coroutine that writes to the context itself.
+        async def wrapped(request: Any, context: Context) -> None:
             async with self.around(method, context):
-                await behaviour(request, context)
+                if not inspect.isasyncgenfunction(behaviour):
+                    await behaviour(request, context)  # writes to the context itself
+                    return
+                async with aclosing(behaviour(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
 
-        return written
+        return wrapped
 
 
 class ErrorInterceptor(CallInterceptor):
@@ -81,11 +80,11 @@ class ErrorInterceptor(CallInterceptor):
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
         try:
             yield
+        except grpc.aio.AbortError:
+            raise  # told already
         except MillraceError as error:
             log.info("rpc.refused", method=method, reason=error.reason, error=error.message)
             await context.abort_with_status(to_status(error))
-        except (grpc.aio.AbortError, grpc.RpcError):
-            raise
         except Exception:
             # The boundary of the process: the caller must get an answer, and the trace stays here.
             log.exception("rpc.failed", method=method)
@@ -97,11 +96,5 @@ class ContextInterceptor(CallInterceptor):
 
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
-        metadata = dict(context.invocation_metadata() or ())
-        ids = {
-            name: metadata[key]
-            for name, key in (("run", "x-run-id"), ("request", "x-request-id"))
-            if key in metadata
-        }
-        with structlog.contextvars.bound_contextvars(**ids):
+        with structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ())):
             yield

@@ -1,18 +1,20 @@
 """The one server recipe: health, reflection, status, structured errors, graceful stop.
 
-    server = Server(service="orchestrator", instance_id="orchestrator", host="127.0.0.1", port=50050)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
-    await server.start()            # answers; health says NOT_SERVING
-    server.set_ready()              # after warm-up; health says SERVING
-    await server.wait_for_stop()    # SIGTERM or SIGINT
-    await server.stop()             # refuse, drain, close
+server = Server(service="orchestrator", instance_id="orchestrator", host="127.0.0.1", port=50050)
+server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
+await server.start()            # answers; health says NOT_SERVING
+server.set_ready()              # after warm-up; health says SERVING
+await server.wait_for_stop()    # SIGTERM or SIGINT
+await server.stop()             # refuse, end long streams, drain, close
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -22,6 +24,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import KEEPALIVE
@@ -32,15 +35,21 @@ log = structlog.get_logger()
 
 STATUS_SERVICE = "millrace.v1.StatusService"
 GRACE_S = 5.0
+STOP_CALLBACK_S = 30.0
 
 Gauges = Callable[[], Mapping[str, float]]
 Labels = Callable[[], Mapping[str, str]]
 
 
 class Server:
-    """A gRPC server of one process. Raises ``ConfigError`` for a bind that is not loopback and for a taken port."""
+    """A gRPC server of one process. Raises ``ConfigError`` for a bind that is not loopback and for a taken port.
 
-    def __init__(self, *, service: str, instance_id: str, host: str, port: int, run_id: str = "") -> None:
+    ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``.
+    """
+
+    def __init__(
+        self, *, service: str, instance_id: str, host: str, port: int, run_id: str = "", port_setting: str = ""
+    ) -> None:
         if not _is_loopback(host):
             raise ConfigError(
                 f"{service} may not bind {host}: only loopback (127.0.0.1, ::1, localhost) is allowed, "
@@ -49,6 +58,7 @@ class Server:
         self.service = service
         self.host = host
         self.port = port
+        self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
             interceptors=[ContextInterceptor(), ErrorInterceptor()],
             options=[
@@ -67,7 +77,8 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
+        return f"{host}:{self.port}"
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         """Serve a servicer under its full service name."""
@@ -75,7 +86,8 @@ class Server:
         self._names.append(name)
 
     def on_stop(self, callback: Callable[[], Awaitable[None] | None]) -> None:
-        """Called when the stop begins: end long streams here, or the stop lasts the full grace."""
+        """Called when the stop begins and new calls are refused: end long streams here, or the stop lasts the full
+        grace. In the order of registration; one that fails does not keep the next from being called."""
         self._on_stop.append(callback)
 
     def set_gauges(self, gauges: Gauges, labels: Labels = dict) -> None:
@@ -87,16 +99,14 @@ class Server:
 
     async def start(self) -> int:
         """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``."""
-        reflection.enable_server_reflection(
-            [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             self.port = self._server.add_insecure_port(self.address)
-        except RuntimeError:
+        except RuntimeError:  # grpc keeps the reason to itself
             raise ConfigError(
-                f"{self.service}: port {self.port} is in use; stop what holds it, or give this service another port "
-                "(0 takes a free one)"
+                f"{self.service} cannot listen on {self.address}: {_why_not(self.host, self.port)}; stop what holds "
+                f"the port, or give this service another with {self._port_setting} in the recipe (0 takes a free one)"
             ) from None
         await self._server.start()
         log.info("server.listening", service=self.service, address=self.address)
@@ -123,13 +133,22 @@ class Server:
         await self._stop_requested.wait()
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Refuse new calls, let running ones end within the grace, close."""
+        """Say NOT_SERVING, refuse new calls, end long streams, let running calls end within the grace, close."""
         self._status.state = "stopping"
         await self._health.enter_graceful_shutdown()
+        closing = asyncio.ensure_future(self._server.stop(grace_s))
+        await asyncio.sleep(0)  # its first step refuses new calls
+        failures: list[Exception] = []
         for callback in self._on_stop:
-            if (pending := callback()) is not None:
-                await pending
-        await self._server.stop(grace_s)
+            try:
+                if (pending := callback()) is not None:
+                    async with deadline(STOP_CALLBACK_S, f"{self.service}: ending the streams of {callback!r}"):
+                        await pending
+            except Exception as error:
+                failures.append(error)  # told below: the stop goes on
+        await closing
+        if failures:
+            raise failures[0]
         log.info("server.stopped", service=self.service)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
@@ -171,3 +190,15 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why a bind fails, in the words of the system."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            return "the port is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return "the port was in use a moment ago"

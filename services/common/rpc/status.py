@@ -1,7 +1,8 @@
 """gRPC statuses from our errors and back, from one table.
 
 On the wire: ``google.rpc.Status`` with one ``ErrorInfo{reason, domain "millrace", metadata}``, plus ``RetryInfo``
-where waiting helps.
+where waiting helps. It travels in the trailing metadata, where HTTP/2 peers refuse more than 8 KiB, so long texts are
+cut: the caller must get the right error with half of a message, not another error with none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from services.common import errors
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 
 DOMAIN = "millrace"
+MESSAGE_BYTES = 1200  # sent twice, once as percent-encoded text
+METADATA_VALUE_BYTES = 200
 Code = grpc.StatusCode
 
 # Most specific last: every leaf of the tree in services.common.errors has one row.
@@ -57,23 +60,24 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
 }
 
 
-def to_status(error: MillraceError) -> grpc.Status:
+def to_status(error: MillraceError) -> grpc.aio.Status:
     """The status that tells this error; an error class without a row of its own is told as its base."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
-    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)]
-    packed = [_pack(detail) for detail in details]
+    metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
+    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
     if error.retry_after_s is not None:
         delay = Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
-        packed.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    status = status_pb2.Status(code=code.value[0], message=error.message, details=packed)
-    return rpc_status.to_status(status)
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    message = _cut(error.message, MESSAGE_BYTES)
+    status: grpc.aio.Status = rpc_status.to_status(
+        status_pb2.Status(code=code.value[0], message=message, details=details)
+    )
+    return status
 
 
 def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
     """The error that a failed call tells, as the class that the other side raised."""
-    code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else Code.UNKNOWN
-    message = (error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None) or str(error)
     status = _details(error)
     if status is not None:
         info, retry_after_s = error_details_pb2.ErrorInfo(), None
@@ -85,9 +89,13 @@ def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
                 detail.Unpack(retry)
                 retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
         if info.domain == DOMAIN and info.reason in CLASS_OF_REASON:
-            return CLASS_OF_REASON[info.reason](status.message, retry_after_s=retry_after_s, **dict(info.metadata))
-    cls = CLASS_OF_BARE_STATUS.get(code, MillraceError)
-    return cls(f"{peer}: {code.name}: {message}")
+            told = CLASS_OF_REASON[info.reason](status.message, retry_after_s=retry_after_s)
+            told.metadata = dict(info.metadata)  # not as keywords: the peer chooses these names
+            return told
+    called = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    code = error.code() if called else Code.UNKNOWN
+    message = (error.details() if called else None) or str(error)
+    return CLASS_OF_BARE_STATUS.get(code, MillraceError)(f"{peer}: {code.name}: {message}")
 
 
 @contextmanager
@@ -110,3 +118,8 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) ->
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
+
+
+def _cut(text: str, size_bytes: int) -> str:
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= size_bytes else encoded[:size_bytes].decode(errors="ignore") + "..."

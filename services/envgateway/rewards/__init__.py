@@ -1,0 +1,1 @@
+"""Rewards of completions: built-in graders and functions named by import path."""

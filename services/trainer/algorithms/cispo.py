@@ -1,6 +1,8 @@
 """CISPO: weigh by the truncated ratio, let every token keep its gradient (MiniMax-M1, arXiv 2506.13585).
 
     loss = -min(exp(l - b), importance_cap) * A * l,   no gradient through the weight
+
+A clipped token still teaches, with a bounded weight. Trap: there is no lower bound; small ratios fade by themselves.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def kl_per_token(
-    logprobs: torch.Tensor, reference: torch.Tensor, estimator: str, clamp: float = 20.0
-) -> torch.Tensor:
+def kl_per_token(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str, clamp: float = 20.0) -> torch.Tensor:
     """[num_tokens] each -> [num_tokens]. ``clamp`` bounds l - ref before exp."""
     return KL_ESTIMATORS[estimator]((logprobs - reference).clamp(-clamp, clamp))

@@ -32,9 +32,7 @@ def m2po(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
     d = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp)
     region = tokens.trust_region
     if region is None:
-        region = trust_region(
-            binding_second_moments(d.detach(), tokens.advantages, tokens.mask), config.m2po_threshold
-        )
+        region = trust_region(binding_second_moments(d.detach(), tokens.advantages, tokens.mask), config.m2po_threshold)
     plain = -d.exp() * tokens.advantages
     inside = torch.minimum(
         torch.maximum(d, region.log_low * (1 + _ROUNDING_MARGIN)), region.log_high * (1 + _ROUNDING_MARGIN)

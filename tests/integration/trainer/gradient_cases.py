@@ -1,6 +1,8 @@
 """The cases of the gradient tests, and how one process or two compute them. Run with torchrun it writes one file.
 
     torchrun --nproc-per-node 2 -m tests.integration.trainer.gradient_cases OUT_DIR
+
+Every rank computes every case; rank 0 writes.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def test_m2po_trust_region_golden(
 
 def test_m2po_of_no_token_binds_only_the_caps() -> None:
     region = trust_region(torch.zeros(0), 0.01)
-    assert region.eps_low.item() == pytest.approx(0.95) and region.eps_high.item() == pytest.approx(20.0)
+    assert region.eps_low.item() == pytest.approx(0.95)
+    assert region.eps_high.item() == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -161,7 +162,8 @@ def test_cispo_and_reinforce_have_the_score_function_gradient() -> None:
     assert batch.logprobs.grad.tolist() == pytest.approx([-2 * math.exp(0.5), 2.0])
     batch = tokens([0.5, 3.0], [2, -1])
     ALGORITHMS["reinforce"].loss(batch, AlgorithmConfig(name="reinforce")).per_token.sum().backward()
-    assert batch.logprobs.grad is not None and batch.logprobs.grad.tolist() == [-2.0, 1.0]
+    assert batch.logprobs.grad is not None
+    assert batch.logprobs.grad.tolist() == [-2.0, 1.0]
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -169,8 +171,10 @@ def test_no_loss_overflows_or_leaks_masked_tokens(name: str) -> None:
     batch = tokens([800.0, -800.0, 5e5, 0.0], [1, -1, -1, 1], proximal=[0.0] * 4, mask=[True, True, False, True])
     loss = ALGORITHMS[name].loss(batch, AlgorithmConfig(name=name)).per_token  # type: ignore[arg-type]
     loss.sum().backward()
-    assert torch.isfinite(loss).all() and loss[2].item() == 0.0
-    assert batch.logprobs.grad is not None and torch.isfinite(batch.logprobs.grad).all()
+    assert torch.isfinite(loss).all()
+    assert loss[2].item() == 0.0
+    assert batch.logprobs.grad is not None
+    assert torch.isfinite(batch.logprobs.grad).all()
     assert batch.logprobs.grad[2].item() == 0.0
 
 
@@ -186,7 +190,8 @@ def test_every_loss_takes_no_tokens(name: str) -> None:
         proximal=torch.zeros(0),
     )
     loss = ALGORITHMS[name].loss(batch, AlgorithmConfig(name=name)).per_token  # type: ignore[arg-type]
-    assert loss.shape == (0,) and loss.requires_grad
+    assert loss.shape == (0,)
+    assert loss.requires_grad
 
 
 def test_kl_estimators() -> None:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
+from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ModelMismatchError
 from services.trainer.attention import Documents, documents_attention
 from tests.unit.trainer.building import tiny_causal_lm, train_step
-from services.common.config.algorithm import AlgorithmConfig
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
 
@@ -39,7 +41,8 @@ def test_packed_documents_are_bit_equal_to_single_ones_forward_and_backward(dtyp
 
 def test_runs_group_neighbours_of_equal_length() -> None:
     _, documents, _ = packed_inputs(torch.float32)
-    assert documents.runs == ((1, 9), (3, 5), (2, 1), (1, 7)) and documents.max_length == 9
+    assert documents.runs == ((1, 9), (3, 5), (2, 1), (1, 7))
+    assert documents.max_length == 9
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -49,7 +52,7 @@ def test_the_packed_model_equals_transformers_on_each_document_alone(tied: bool)
     offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
     token_ids = torch.randint(0, 31, (int(offsets[-1]),))
     position_ids = torch.cat([torch.arange(n) for n in LENGTHS])
-    targets = torch.cat([torch.arange(s + 1, e) for s, e in zip(offsets[:-1], offsets[1:], strict=True)])
+    targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
     logprobs, _ = step.model(token_ids, position_ids, Documents.from_offsets(offsets), targets, 1.0)
     expected = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):

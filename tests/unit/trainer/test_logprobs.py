@@ -50,8 +50,10 @@ def test_extreme_logits_stay_finite() -> None:
     hidden, weight, targets = inputs(torch.float32)
     logprobs, entropy = token_logprobs(hidden * 1e4, weight, targets, 1.0, 4, 7)
     (logprobs.sum() + entropy.sum()).backward()
-    assert torch.isfinite(logprobs).all() and torch.isfinite(entropy).all()
-    assert hidden.grad is not None and torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(logprobs).all()
+    assert torch.isfinite(entropy).all()
+    assert hidden.grad is not None
+    assert torch.isfinite(hidden.grad).all()
 
 
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
@@ -61,14 +63,17 @@ def test_bfloat16_inputs_are_summed_in_float32() -> None:
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     logprobs.sum().backward()
-    assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.bfloat16
 
 
 def test_no_target_gives_no_log_probability_and_zero_gradients() -> None:
     hidden, weight, _ = inputs(torch.float32)
     logprobs, _ = token_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
     logprobs.sum().backward()
-    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+    assert logprobs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 def test_greedy_temperature_is_refused() -> None:

@@ -96,4 +96,6 @@ def test_a_budget_below_one_is_refused() -> None:
 
 def test_a_dummy_trains_nothing() -> None:
     dummy = dummy_micro_batch()
-    assert dummy.is_dummy and dummy.num_tokens == 1 and len(dummy.target_positions) == 0
+    assert dummy.is_dummy
+    assert dummy.num_tokens == 1
+    assert len(dummy.target_positions) == 0

@@ -14,7 +14,8 @@ from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, 
 def test_full_weights_have_the_names_that_engines_use_and_tied_ones_once() -> None:
     model = build_policy_model(tiny_causal_lm(tied=True), Ranks.single())
     weights = dict(full_weights(model.causal_lm, Ranks.single(), torch.bfloat16))
-    assert list(weights) == list(named_weights(tiny_causal_lm(tied=True))) and "lm_head.weight" not in weights
+    assert list(weights) == list(named_weights(tiny_causal_lm(tied=True)))
+    assert "lm_head.weight" not in weights
     assert all(w is not None and w.dtype == torch.bfloat16 for w in weights.values())
 
 
@@ -54,6 +55,7 @@ def test_bfloat16_compute_keeps_float32_master_weights() -> None:
                              step.config, ranks, max_tokens_per_micro_batch=64)  # fmt: skip
         metrics = sharded.run(rank_batch(training_sequences(8)))
         assert all(p.dtype == torch.float32 for p in model.parameters())
-        assert abs(metrics.loss - exact.loss) < 0.05 and abs(metrics.grad_norm / exact.grad_norm - 1) < 0.1
+        assert abs(metrics.loss - exact.loss) < 0.05
+        assert abs(metrics.grad_norm / exact.grad_norm - 1) < 0.1
     finally:
         dist.destroy_process_group()

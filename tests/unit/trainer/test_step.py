@@ -74,14 +74,18 @@ def test_a_step_resumed_from_saved_state_is_bit_exact() -> None:
 def test_on_policy_data_shows_no_mismatch(temperature: float) -> None:
     step = train_step(AlgorithmConfig(name="ppo_clip"), temperature=temperature)
     metrics = step.run(rank_batch(on_policy(training_sequences(8, minibatches=2), temperature)))
-    assert metrics.mismatch_abs < 1e-5 and abs(metrics.mismatch_kl) < 1e-6
+    assert metrics.mismatch_abs < 1e-5
+    assert abs(metrics.mismatch_kl) < 1e-6
 
 
 def test_mismatch_is_taken_before_any_update_and_apart_for_fresh_tokens() -> None:
     sequences = training_sequences(8, minibatches=2)
-    metrics = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=10.0)).run(rank_batch(sequences))
+    metrics = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=10.0)).run(
+        rank_batch(sequences)
+    )
     again = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=1e-9)).run(rank_batch(sequences))
-    assert metrics.mismatch_abs == again.mismatch_abs > 0.1 and metrics.mismatch_kl == again.mismatch_kl > 0.0
+    assert metrics.mismatch_abs == again.mismatch_abs > 0.1
+    assert metrics.mismatch_kl == again.mismatch_kl > 0.0
     first = [s for item in sequences if item.minibatch == 0 for s in item.sequence.segments if s.is_policy]
     fresh = sum(s.num_tokens for s in first if s.weight_version == 4)
     assert metrics.fresh_share == pytest.approx(fresh / sum(s.num_tokens for s in first))
@@ -109,13 +113,12 @@ def test_training_makes_rewarded_sequences_likelier() -> None:
 
 
 def test_a_group_of_equal_rewards_changes_nothing() -> None:
-    sequences = [
-        dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)
-    ]
+    sequences = [dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)]
     step = train_step(AlgorithmConfig())
     before = weights(step)
     metrics = step.run(rank_batch(sequences))
-    assert metrics.grad_norm == 0.0 and metrics.updates_applied == 1
+    assert metrics.grad_norm == 0.0
+    assert metrics.updates_applied == 1
     assert all(torch.equal(before[n], p) for n, p in weights(step).items())
 
 
@@ -128,7 +131,9 @@ def test_a_sequence_without_trained_tokens_only_counts_as_a_sequence() -> None:
     sequences = training_sequences(4)
     sequences[1] = without_trained_tokens(sequences[1])
     metrics = train_step(AlgorithmConfig()).run(rank_batch(sequences))
-    assert metrics.num_sequences == 4 and np.isfinite(metrics.loss) and metrics.grad_norm > 0
+    assert metrics.num_sequences == 4
+    assert np.isfinite(metrics.loss)
+    assert metrics.grad_norm > 0
 
 
 def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
@@ -136,7 +141,9 @@ def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
     sequences[:2] = [without_trained_tokens(s) for s in sequences[:2]]
     step = train_step(AlgorithmConfig())
     metrics = step.run(rank_batch(sequences))
-    assert metrics.updates_applied == 1 and metrics.updates_skipped == 1 and step.optimizer.num_updates == 2
+    assert metrics.updates_applied == 1
+    assert metrics.updates_skipped == 1
+    assert step.optimizer.num_updates == 2
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
@@ -144,7 +151,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     step = train_step(AlgorithmConfig())
     before = weights(step)
     metrics = step.run(rank_batch(sequences))
-    assert metrics.updates_skipped == 1 and metrics.updates_applied == 0
+    assert metrics.updates_skipped == 1
+    assert metrics.updates_applied == 0
     assert all(torch.equal(before[n], p) for n, p in weights(step).items())
 
 
@@ -159,7 +167,8 @@ def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
     metrics = train_step(AlgorithmConfig()).run(
         RankBatch(policy="actor", training_step=1, minibatches=(), sequences=())
     )
-    assert metrics.num_sequences == 0 and metrics.updates_applied == 0
+    assert metrics.num_sequences == 0
+    assert metrics.updates_applied == 0
 
 
 def test_kl_to_a_reference_needs_one() -> None:
@@ -172,7 +181,8 @@ def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
     config = AlgorithmConfig(name="ppo_clip", kl_coefficient=0.1)
     itself = train_step(config, reference=tiny_causal_lm()).run(batch)
     other = train_step(config, reference=tiny_causal_lm(seed=1)).run(batch)
-    assert itself.kl_reference == pytest.approx(0.0, abs=1e-6) and other.kl_reference > 0.05
+    assert itself.kl_reference == pytest.approx(0.0, abs=1e-6)
+    assert other.kl_reference > 0.05
 
 
 def test_the_reference_stays_as_it_was() -> None:

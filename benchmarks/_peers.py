@@ -1,0 +1,368 @@
+"""A scripted replica and a scripted trainer: light peers of the orchestrator that speak the real gRPC contracts.
+
+No model: a rollout is a fixed number of seeded tokens, a training step is a pause. Used by the throughput benchmark and
+by the orchestrator's integration tests; both survive an orchestrator that goes away and comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from services.common.aio import TaskOwner
+from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, MillraceError
+from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
+from services.common.rpc.channel import channel, translated_errors
+from services.common.serde import interval_to_proto
+
+REPORT_EVERY_S = 0.5
+RETRY_S = 0.1
+
+Reward = Callable[[pool_pb2.RunTaskGroup, int], float]
+
+
+def alternating_reward(order: pool_pb2.RunTaskGroup, index: int) -> float:
+    """Half of every task group is right, so no group is dropped."""
+    return float(index % 2)
+
+
+def digest_of(policy: str, number: int) -> str:
+    return f"xxh3-128:{policy}-{number}"
+
+
+@dataclass(slots=True)
+class Rollouts:
+    """What a scripted rollout looks like."""
+
+    num_tokens: int = 32
+    latency_s: float = 0.0
+    reward: Reward = alternating_reward
+    seed: int = 0
+    _pieces: tuple[bytes, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        ids = rng.integers(0, 50_000, self.num_tokens).astype("<i4")
+        logprobs = -rng.exponential(1.0, self.num_tokens).astype("<f4")
+        self._pieces = (ids.tobytes(), logprobs.tobytes())
+
+    def trajectory(
+        self, order: pool_pb2.RunTaskGroup, index: int, held: dict[str, weights_pb2.WeightVersion], started_at: float
+    ) -> trajectory_pb2.Trajectory:
+        reward = self.reward(order, index)
+        ids, logprobs = self._pieces
+        trajectory = trajectory_pb2.Trajectory(task_group_id=order.task_group_id, index=index, reward=reward)
+        trajectory.started_at.FromNanoseconds(int(started_at * 1e9))
+        trajectory.finished_at.FromNanoseconds(int(time.time() * 1e9))
+        for policy, version in held.items():
+            sequence = trajectory.sequences.add(
+                policy=policy, role="agent", reward=reward, stop_reason=trajectory_pb2.STOP_REASON_STOP
+            )
+            sequence.segments.add(
+                source=trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT, token_ids=ids[:16], weight_version=-1
+            )
+            sequence.segments.add(
+                source=trajectory_pb2.TOKEN_SOURCE_POLICY,
+                token_ids=ids,
+                logprobs=logprobs,
+                weight_version=version.number,
+            )
+        return trajectory
+
+
+class ScriptedReplica:
+    def __init__(
+        self,
+        address: str,
+        *,
+        replica_id: str = "a",
+        policies: tuple[str, ...] = ("model0",),
+        num_slots: int = 64,
+        rollouts: Rollouts | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.incarnation = uuid.uuid4().hex
+        self.num_slots = num_slots
+        self.rollouts = rollouts or Rollouts()
+        self.held = {
+            policy: weights_pb2.WeightVersion(policy=policy, number=0, digest=digest_of(policy, 0)) for policy in policies
+        }
+        self.orders: list[pool_pb2.RunTaskGroup] = []
+        self.outcomes: dict[tuple[str, int], list[int]] = {}  # acknowledgements by slot
+        self.announced: list[weights_pb2.WeightVersion] = []
+        self.cancelled: list[str] = []
+        self.num_tokens = 0
+        self.drained = asyncio.Event()
+        self.fetch = True  # take announced versions
+        self._unacknowledged: dict[tuple[str, int], pool_pb2.StreamTrajectoriesRequest] = {}
+        self._known: set[tuple[str, int]] = set()
+        self._running: dict[str, int] = {}
+        self._emission: list[tuple[float, float]] = []
+        self._new = asyncio.Event()
+        self._to_send: list[tuple[str, int]] = []
+        self._channel = channel(address)
+        self._stub = pool_pb2_grpc.PoolServiceStub(self._channel)
+        self._tasks = TaskOwner()
+
+    def start(self) -> None:
+        self._tasks.start(self._again(self._follow), "replica.join")
+        self._tasks.start(self._again(self._stream), "replica.stream")
+        self._tasks.start(self._report(), "replica.report")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._channel.close()
+
+    async def _again(self, work: Callable[[], Any]) -> None:
+        while not self.drained.is_set():
+            try:
+                with translated_errors("orchestrator"):
+                    await work()
+            except MillraceError:
+                pass  # it is restarting, or has ended the stream: join again
+            await asyncio.sleep(RETRY_S)
+
+    def _held(self) -> list[pool_pb2.HeldVersion]:
+        return [pool_pb2.HeldVersion(policy=p, number=v.number, digest=v.digest) for p, v in self.held.items()]
+
+    async def _follow(self) -> None:
+        request = pool_pb2.JoinPoolRequest(
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            held_versions=self._held(),
+            num_slots=self.num_slots,
+            running_task_group_ids=list(self._running),
+        )
+        call = self._stub.JoinPool(request)
+        async for response in call:
+            command = response.WhichOneof("command")
+            if command == "run_task_group":
+                self._take(response.run_task_group)
+            elif command == "new_version":
+                self.announced.append(response.new_version.version)
+                if self.fetch:
+                    self.held[response.new_version.version.policy] = response.new_version.version
+                    self._tasks.start(self._report_once(), "replica.swapped")
+            elif command == "cancel_task_group":
+                self.cancelled.append(response.cancel_task_group.task_group_id)
+            elif command == "drain":
+                self.drained.set()
+                call.cancel()
+
+    def _take(self, order: pool_pb2.RunTaskGroup) -> None:
+        self.orders.append(order)
+        new = [i for i in order.indices if (order.task_group_id, i) not in self._known]
+        self._known.update((order.task_group_id, i) for i in new)
+        if new:
+            self._running[order.task_group_id] = len(new)
+            if self.rollouts.latency_s:
+                self._tasks.start(self._play(order, new), "replica.play")
+            else:
+                self._finish(order, new, time.time())
+
+    async def _play(self, order: pool_pb2.RunTaskGroup, indices: list[int]) -> None:
+        started_at = time.time()
+        await asyncio.sleep(self.rollouts.latency_s)
+        self._finish(order, indices, started_at)
+
+    def _finish(self, order: pool_pb2.RunTaskGroup, indices: list[int], started_at: float) -> None:
+        self._running.pop(order.task_group_id, None)
+        for index in indices:
+            trajectory = self.rollouts.trajectory(order, index, self.held, started_at)
+            self.put(pool_pb2.StreamTrajectoriesRequest(trajectory=trajectory))
+        self.num_tokens += self.rollouts.num_tokens * len(indices)
+        self._emission.append((started_at, time.time()))
+
+    def put(self, record: pool_pb2.StreamTrajectoriesRequest) -> None:
+        """Send a record until it is acknowledged."""
+        record.replica_id, record.incarnation = self.replica_id, self.incarnation
+        body = record.trajectory if record.HasField("trajectory") else record.failure
+        slot = (body.task_group_id, body.index)
+        self._unacknowledged[slot] = record
+        self._to_send.append(slot)
+        self._new.set()
+
+    async def _stream(self) -> None:
+        sent: dict[int, tuple[str, int]] = {}
+        self._to_send = list(self._unacknowledged)
+        self._new.set()
+        call = self._stub.StreamTrajectories(self._records(sent))
+        async for response in call:
+            for ack in response.acks:
+                slot = sent.pop(ack.record_number)
+                self._unacknowledged.pop(slot, None)
+                self.outcomes.setdefault(slot, []).append(ack.outcome)
+
+    async def _records(self, sent: dict[int, tuple[str, int]]) -> AsyncIterator[pool_pb2.StreamTrajectoriesRequest]:
+        number = 0
+        while True:
+            await self._new.wait()
+            self._new.clear()
+            batch, self._to_send = self._to_send, []
+            for slot in batch:
+                record = self._unacknowledged.get(slot)
+                if record is not None:
+                    number += 1
+                    sent[number] = slot
+                    record.record_number = number
+                    yield record
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            await self._report_once()
+
+    async def _report_once(self) -> None:
+        emission, self._emission = self._emission, []
+        request = pool_pb2.ReportReplicaRequest(
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            num_free_slots=self.num_slots - sum(self._running.values()),
+            held_versions=self._held(),
+            running_task_group_ids=list(self._running),
+            num_generated_tokens=self.num_tokens,
+            emission_intervals=[interval_to_proto(interval) for interval in emission],
+        )
+        try:
+            with translated_errors("orchestrator"):
+                await self._stub.ReportReplica(request, timeout=5.0)
+        except (LeaseLostError, InfrastructureError, DeadlineError):
+            pass  # joining again is the other task's business
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A batch as one rank got it."""
+
+    header: training_pb2.BatchHeader
+    sequences: tuple[training_pb2.TrainingSequence, ...]
+
+    @property
+    def ids(self) -> list[str]:
+        return [sequence.sequence_id for sequence in self.sequences]
+
+
+class ScriptedTrainer:
+    def __init__(self, address: str, *, policy: str = "model0", train_s: float = 0.0) -> None:
+        self.policy = policy
+        self.train_s = train_s
+        self.incarnation = uuid.uuid4().hex
+        self.welcome: training_pb2.TrainingWelcome | None = None
+        self.commands: list[str] = []
+        self.stopped = asyncio.Event()
+        self.pulled: dict[int, Pulled] = {}
+        self._channel = channel(address)
+        self.stub = training_pb2_grpc.TrainingServiceStub(self._channel)
+        self._tasks = TaskOwner()
+        self._welcomed = asyncio.Event()
+
+    async def join(self, recovered_version: int = 0) -> training_pb2.TrainingWelcome:
+        self._tasks.start(self._stay(recovered_version), "trainer.join")
+        self._tasks.start(self._report(), "trainer.report")
+        await self._welcomed.wait()
+        assert self.welcome is not None
+        return self.welcome
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._channel.close()
+
+    async def run(self, num_steps: int) -> None:
+        """Join, publish version 0, train every step."""
+        welcome = await self.join()
+        if welcome.newest_version < 0:
+            await self.publish(0)
+        for step in range(max(welcome.newest_version, 0) + 1, num_steps + 1):
+            self.pulled[step] = await self.pull(step)
+            began = time.time()
+            if self.train_s:
+                await asyncio.sleep(self.train_s)
+            await self.publish(step, interval=(began, time.time()))
+
+    async def pull(self, step: int, rank: int = 0, num_ranks: int = 1) -> Pulled:
+        """Ask until the batch is there."""
+        while True:
+            try:
+                with translated_errors("orchestrator"):
+                    return await self.pull_once(step, rank, num_ranks)
+            except (DeadlineError, InfrastructureError):
+                await asyncio.sleep(RETRY_S)
+
+    async def pull_once(self, step: int, rank: int = 0, num_ranks: int = 1, timeout_s: float = 60.0) -> Pulled:
+        request = training_pb2.PullBatchRequest(policy=self.policy, training_step=step, rank=rank, num_ranks=num_ranks)
+        header: training_pb2.BatchHeader | None = None
+        sequences = []
+        call = self.stub.PullBatch(request, timeout=timeout_s)
+        while (response := await call.read()) is not grpc.aio.EOF:
+            if response.HasField("header"):
+                header = response.header
+            elif response.HasField("sequence"):
+                sequences.append(response.sequence)
+            else:
+                assert response.footer.num_sequences == len(sequences)
+        if header is None:
+            raise grpc.aio.UsageError("the stream ended without a header")
+        return Pulled(header, tuple(sequences))
+
+    async def publish(
+        self, number: int, digest: str = "", interval: tuple[float, float] | None = None, checkpoint_step: int = 0
+    ) -> int:
+        version = weights_pb2.WeightVersion(
+            policy=self.policy, number=number, digest=digest or digest_of(self.policy, number), sources=["127.0.0.1:1"]
+        )
+        request = training_pb2.PublishVersionRequest(
+            version=version,
+            incarnation=self.incarnation,
+            metrics={"loss": 1.0 / (number + 1)},
+            compute_intervals=[interval_to_proto(interval)] if interval else [],
+            checkpoint_step=checkpoint_step,
+        )
+        while True:
+            try:
+                with translated_errors("orchestrator"):
+                    response = await self.stub.PublishVersion(request, timeout=10.0)
+                    return int(response.newest_version)
+            except (DeadlineError, InfrastructureError):
+                await asyncio.sleep(RETRY_S)
+
+    async def _stay(self, recovered_version: int) -> None:
+        while True:
+            request = training_pb2.JoinTrainingRequest(
+                policy=self.policy, incarnation=self.incarnation, recovered_version=recovered_version, num_ranks=1
+            )
+            try:
+                with translated_errors("orchestrator"):
+                    call = self.stub.JoinTraining(request)
+                    async for response in call:
+                        command = response.WhichOneof("command")
+                        if command == "welcome":
+                            self.welcome = response.welcome
+                            self._welcomed.set()
+                        else:
+                            self.commands.append(command)
+                        if command == "stop":
+                            self.stopped.set()
+                            call.cancel()
+                            return
+            except MillraceError:
+                pass  # it is restarting: join again
+            await asyncio.sleep(RETRY_S)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            request = training_pb2.ReportTrainerRequest(
+                policy=self.policy, incarnation=self.incarnation, state="training"
+            )
+            try:
+                with translated_errors("orchestrator"):
+                    await self.stub.ReportTrainer(request, timeout=5.0)
+            except (LeaseLostError, InfrastructureError, DeadlineError):
+                pass  # joining again is the other task's business

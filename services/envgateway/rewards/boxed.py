@@ -1,0 +1,83 @@
+r"""Answers in a box: reading ``\boxed{...}`` and comparing it with the truth, without any algebra."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.envgateway.rewards.result import CORRECT, WRONG, RewardResult, truth_of, unparsed
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")  # int() refuses more digits than 4300
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last box, or None when there is none or it is not closed.
+
+    >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    start = None
+    for match in _BOX.finditer(text):
+        start = match.end()
+    if start is None:
+        return None
+    depth = 1
+    for position in range(start, len(text)):
+        if text[position] in "{}" and text[position - 1] != "\\":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return text[start:position].strip()
+    return None
+
+
+def num_boxes(text: str) -> int:
+    return sum(1 for _ in _BOX.finditer(text))
+
+
+def as_integer(text: str) -> int | None:
+    """A plain integer, and nothing that merely looks like one.
+
+    >>> as_integer("-12"), as_integer("007"), as_integer("1,000"), as_integer("²")
+    (-12, 7, None, None)
+    """
+    return int(text) if _INTEGER.fullmatch(text) else None
+
+
+_NUMBER = r"[+-]?\d+(?:\.\d+)?"
+_NUMBERS = re.compile(rf"{_NUMBER}(?:\s*[,;]\s*{_NUMBER})+")
+_GROUPED_DIGITS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+")
+_CLOSING_LIST = re.compile(r"[\[{][^\[\]{}]*,[^\[\]{}]*[\]}]\W*$")
+
+
+def ends_in_bare_list(text: str) -> bool:
+    """Whether an unboxed text ends in several numbers: offering many is not answering with one of them.
+
+    >>> ends_in_bare_list("[1, 2, 10000]"), ends_in_bare_list("1, 2, 3."), ends_in_bare_list("so it is 10,000")
+    (True, True, False)
+    """
+    lines = text.strip().splitlines()
+    last = lines[-1].strip(" .$()[]{}\\") if lines else ""
+    if _NUMBERS.fullmatch(last) and not _GROUPED_DIGITS.fullmatch(last):
+        return True
+    return bool(lines and _CLOSING_LIST.search(lines[-1]))
+
+
+def compare_plainly(answer: str, truth: str) -> RewardResult | None:
+    """A verdict where none needs algebra: equal texts, or two plain integers. None where it does."""
+    if answer == truth:
+        return CORRECT
+    left, right = as_integer(answer), as_integer(truth)
+    if left is None or right is None:
+        return None
+    return CORRECT if left == right else WRONG
+
+
+def boxed_match(task: Mapping[str, Any], completion: str) -> RewardResult:
+    r"""1 for a well-formed ``\boxed{...}`` equal to the truth (as text, or as an integer); the last box counts."""
+    truth = truth_of(task)
+    answer = last_boxed(completion)
+    if not answer:
+        return unparsed("no closed, non-empty box")
+    return compare_plainly(answer, truth) or WRONG

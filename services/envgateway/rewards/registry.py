@@ -1,0 +1,84 @@
+"""Reward functions by name: the built-in ones, and any function by import path."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from services.common.errors import ConfigError, InvalidRequestError, MillraceError
+from services.common.importing import load_object
+from services.envgateway.rewards.boxed import boxed_match
+from services.envgateway.rewards.math import MathReward
+from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed
+
+log = structlog.get_logger()
+
+FUNCTION_TIMEOUT_S = 60.0
+
+
+class Rewards:
+    """``compute`` scores a completion with a named function."""
+
+    def __init__(self, math_pool: MathPool) -> None:
+        self._functions: dict[str, RewardFunction] = {"boxed": boxed_match, "math": MathReward(math_pool)}
+        self._loaded: dict[str, RewardFunction] = {}  # by import path
+        self.counts: Counter[RewardOutcome] = Counter()
+
+    async def compute(self, name: str, task: Mapping[str, Any], completion: str) -> RewardResult:
+        """Score one completion.
+
+        Raises:
+            InvalidRequestError: an unknown name, or a task that the function cannot use.
+            InfrastructureError: what the function needs has failed; never a reward.
+        """
+        function = self._find(name)
+        try:
+            async with asyncio.timeout(FUNCTION_TIMEOUT_S):
+                result = await _call(function, task, completion)
+        except MillraceError:
+            raise
+        except TimeoutError:
+            result = grader_failed(f"{name} took longer than {FUNCTION_TIMEOUT_S:g} s")
+        except Exception as error:  # a user's function may raise anything; it is told, counted and no reward
+            log.warning("reward.failed", reward=name, exc_info=error)
+            result = grader_failed(f"{name} raised {type(error).__name__}: {error}")
+        self.counts[result.outcome] += 1
+        return result
+
+    def _find(self, name: str) -> RewardFunction:
+        function = self._functions.get(name) or self._loaded.get(name)
+        if function is not None:
+            return function
+        if ":" not in name:
+            known = ", ".join(sorted(self._functions))
+            raise InvalidRequestError(
+                f"unknown reward {name!r}; write one of {known}, or an import path such as package.module:function"
+            )
+        try:
+            loaded = load_object(name)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message) from error
+        if not callable(loaded):
+            raise InvalidRequestError(f"the reward {name} is a {type(loaded).__name__}, not a function")
+        self._loaded[name] = loaded
+        return loaded  # type: ignore[no-any-return]
+
+
+async def _call(function: RewardFunction, task: Mapping[str, Any], completion: str) -> RewardResult:
+    if function is boxed_match or _is_async(function):
+        result = function(task, completion)  # the box takes a few microseconds: not worth a thread
+    else:
+        result = await asyncio.to_thread(function, task, completion)
+    if inspect.isawaitable(result):
+        result = await result
+    return result if isinstance(result, RewardResult) else RewardResult.of(float(result))
+
+
+def _is_async(function: RewardFunction) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

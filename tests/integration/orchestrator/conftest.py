@@ -1,0 +1,149 @@
+"""A real orchestrator process on a run directory of its own, and scripted peers for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
+
+from services.common.config.loading import save_resolved, validate
+from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
+
+READY_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
+    """A small run: 4 trajectories a task, batches of 16, 6 steps. ``changes`` name dotted keys with '__'."""
+    data = directory / "tasks.jsonl"
+    data.write_text("".join(json.dumps({"question": f"q{i}"}) + "\n" for i in range(20)))
+    evaluation = directory / "evaluation.jsonl"
+    evaluation.write_text("".join(json.dumps({"question": f"e{i}"}) + "\n" for i in range(5)))
+    tree: dict[str, Any] = {
+        "name": "scripted",
+        "run": {"id": "scripted-test", "steps": 6, "seed": 1},
+        "policies": {"model0": {"model": {"path": "none"}, "batch": {"size": 16, "max_staleness": 1, "minibatches": 2}}},
+        "data": {"train": {"path": str(data)}, "evaluation": {"path": str(evaluation)}},
+        "rollout": {"group_size": 4},
+        "orchestrator": {"port": port, "lease_s": 2.0, "min_free_bytes": 0},
+        "inference": {"a": {"engine": "scripted", "port": 0}},
+        "envgateway": None,
+    }
+    for key, value in changes.items():
+        section = tree
+        *path, last = key.split("__")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return tree
+
+
+class Orchestrator:
+    """A process that can be killed and started again on the same port and directory."""
+
+    def __init__(self, run_dir: Path, **changes: Any) -> None:
+        self.port = free_port()
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        tree = recipe_tree(run_dir, self.port, **changes)
+        save_resolved(validate(tree, source="test"), run_dir)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "services.orchestrator", "--run-dir", str(self.run_dir)]
+        log = (self.run_dir / "stderr.txt").open("ab")
+        with log:
+            return subprocess.Popen(command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    async def start(self) -> None:
+        self.process = self.spawn()
+        async with grpc.aio.insecure_channel(self.address) as connection:
+            stub = status_pb2_grpc.StatusServiceStub(connection)
+            async with asyncio.timeout(READY_S):
+                while True:
+                    assert self.process.poll() is None, (self.run_dir / "stderr.txt").read_text()
+                    try:
+                        status = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=2.0)
+                        if status.state == "ready":
+                            return
+                    except grpc.aio.AioRpcError:
+                        await asyncio.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    async def restart(self) -> None:
+        self.kill()
+        await self.start()
+
+    async def wait(self, timeout_s: float = 60.0) -> int:
+        assert self.process is not None
+        return await asyncio.to_thread(self.process.wait, timeout_s)
+
+    async def progress(self) -> run_pb2.RunProgress:
+        async with grpc.aio.insecure_channel(self.address) as connection:
+            response = await run_pb2_grpc.RunServiceStub(connection).GetRun(run_pb2.GetRunRequest(), timeout=5.0)
+            return response.progress
+
+    async def until(self, condition: Callable[[run_pb2.RunProgress], bool], timeout_s: float = 30.0) -> run_pb2.RunProgress:
+        async with asyncio.timeout(timeout_s):
+            while not condition(now := await self.progress()):
+                await asyncio.sleep(0.05)
+            return now
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.run_dir / "metrics" / "orchestrator.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return summary
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+@pytest.fixture
+def orchestrators(tmp_path: Path) -> Iterator[Callable[..., Orchestrator]]:
+    """Makes orchestrators and ends their processes."""
+    made: list[Orchestrator] = []
+
+    def make(**changes: Any) -> Orchestrator:
+        made.append(Orchestrator(tmp_path / f"run{len(made)}", **changes))
+        return made[-1]
+
+    yield make
+    for orchestrator in made:
+        orchestrator.close()
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[list[ScriptedReplica | ScriptedTrainer]]:
+    """Peers put into this list are closed."""
+    found: list[ScriptedReplica | ScriptedTrainer] = []
+    yield found
+    for peer in found:
+        await peer.close()
