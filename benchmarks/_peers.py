@@ -192,6 +192,7 @@ class ScriptedReplica:
     async def _stream(self) -> None:
         sent: dict[int, tuple[str, int]] = {}
         self._to_send = list(self._unacknowledged)
+        self._new = asyncio.Event()  # a broken stream's generator may still wait on the old one
         self._new.set()
         call = self._stub.StreamTrajectories(self._records(sent))
         async for response in call:
@@ -202,9 +203,10 @@ class ScriptedReplica:
 
     async def _records(self, sent: dict[int, tuple[str, int]]) -> AsyncIterator[pool_pb2.StreamTrajectoriesRequest]:
         number = 0
+        new = self._new
         while True:
-            await self._new.wait()
-            self._new.clear()
+            await new.wait()
+            new.clear()
             batch, self._to_send = self._to_send, []
             for slot in batch:
                 record = self._unacknowledged.get(slot)

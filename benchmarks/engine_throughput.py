@@ -14,12 +14,11 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from _report import median_and_spread, report
+from _workload import MODELS, Workload
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from services.common.types import Sampling
@@ -27,37 +26,6 @@ from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch_engine import TorchEngine
 
 BATCH = 64
-MODELS = {
-    "small": dict(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        intermediate_size=768, vocab_size=4096,
-    ),
-    "quickstart": dict(
-        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-        intermediate_size=288, vocab_size=303,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """``num_requests`` prompts of 32 to 96 tokens (uniform), and how many tokens each generates."""
-
-    name: str
-    num_requests: int
-    median: int
-    sigma: float  # of the logarithm; 0: all equal
-    longest: int
-
-    def draw(self, vocab_size: int, seed: int) -> tuple[list[list[int]], list[int]]:
-        random = np.random.default_rng(seed)
-        prompts = [random.integers(0, vocab_size, size=n).tolist() for n in random.integers(32, 97, self.num_requests)]
-        lengths = np.exp(np.log(self.median) + self.sigma * random.standard_normal(self.num_requests))
-        return prompts, np.clip(np.rint(lengths), 1, self.longest).astype(int).tolist()
-
-    def __str__(self) -> str:
-        spread = f"log-normal, median {self.median}, sigma {self.sigma}" if self.sigma else f"all {self.median}"
-        return f"{self.num_requests} requests, prompts uniform 32-96, new tokens {spread}, at most {self.longest}"
 
 
 def build_model(name: str, seed: int) -> Any:

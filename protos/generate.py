@@ -6,6 +6,7 @@ so the import is rewritten in ``.py`` and ``.pyi`` alike. Stubs of files without
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -29,6 +30,8 @@ def generate(output: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}"]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        # protoc looks for its plugins on the path, where an environment that is not activated has none.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if protoc.main(arguments + [str(p) for p in protos]) != 0:
             raise RuntimeError("protoc refused the protos; see its message above")
         output.mkdir(parents=True, exist_ok=True)

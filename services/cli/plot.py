@@ -85,10 +85,9 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
         _line(axes[0, 1], "response length (tokens)", "training step", _series(steps, "response_tokens_mean"), label, shade, style)
         _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_mean"), f"{label} mean", shade, style)
         _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_max"), f"{label} max", shade, ":")
-        _line(
-            *(axes[1, 2], "engine–trainer mismatch, mean |ℓ − b|", "training step"),
-            *(_series(steps, "trainer/mismatch_mean_abs"), label, shade, style),
-        )
+        mismatch = (axes[1, 2], "engine–trainer mismatch, mean |ℓ − b|", "training step")
+        _line(*mismatch, _series(steps, "trainer/mismatch_abs"), f"{label} all tokens", shade, style)
+        _line(*mismatch, _series(steps, "trainer/mismatch_fresh_abs"), f"{label} newest version only", shade, ":")
     _draw_evaluations(axes[0, 0], name, rows, color, alone)
     throughput = [row for row in rows if row["kind"] == "throughput"]
     start = rows[0]["time"] if rows else 0.0

@@ -77,7 +77,9 @@ class Chat:
 
     # -- conversations ------------------------------------------------------------------------------------------
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[int, ...]:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Ids of the messages and of the template's invitation to the assistant."""
         key = orjson.dumps([list(messages), list(tools) if tools else None])
         return self._cached_prompt(key)

@@ -24,6 +24,8 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
 
     The launcher's terminal belongs to its live view: it gets warnings and errors only.
     """
+    global _sink
+    close()
     name = instance or service
     file: BinaryIO | None = None
     if run_dir is not None:
@@ -31,6 +33,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
         # Unbuffered: a line is one write, so lines of several threads do not mix and a killed process loses none.
         file = (run_dir / "logs" / f"{name}.jsonl").open("ab", buffering=0)
     console_level = _LEVELS["warning"] if service == "launcher" else _LEVELS[level]
+    _sink = _Sink(file, {"service": service, "instance": name}, console_level)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -38,13 +41,19 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
-            _Sink(file, {"service": service, "instance": name}, console_level),
+            _sink,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
+
+
+def close() -> None:
+    """Close the file; later events go to the terminal only."""
+    if _sink is not None:
+        _sink.close()
 
 
 def bind(**ids: Any) -> None:
@@ -69,6 +78,14 @@ class _Sink:
         if _LEVELS.get(method, 40) < self._console_level:
             raise structlog.DropEvent
         return str(self._render(logger, method, event))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+_sink: _Sink | None = None  # the one that is configured
 
 
 class _LibraryHandler(logging.Handler):

@@ -7,15 +7,17 @@ A gateway that cannot be reached, a grader that failed, a sandbox whose machiner
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import grpc
 import orjson
 
 from services.common.aio import deadline
-from services.common.errors import CapacityError, InfrastructureError
+from services.common.errors import CapacityError, ConfigError, InfrastructureError
 from services.common.pb import environment_pb2, environment_pb2_grpc
 from services.common.rpc.channel import DEADLINES, channel, translated_errors
 from services.common.types import Task
@@ -43,20 +45,22 @@ class GatewayClient:
 
     def __init__(self, waits: WaitShares) -> None:
         self._waits = waits
-        self._channel: Any = None
+        self._channels: list[grpc.aio.Channel] = []
         self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
         self._execution: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
         self._rewards: environment_pb2_grpc.RewardServiceAsyncStub | None = None
         self.address = ""
 
     def connect(self, address: str) -> None:
+        """Use the gateway at ``address``; calls in flight at another one go on there."""
         if address == self.address or not address:
             return
         self.address = address
-        self._channel = channel(address)
-        self._environments = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
-        self._execution = environment_pb2_grpc.CodeExecutionServiceStub(self._channel)
-        self._rewards = environment_pb2_grpc.RewardServiceStub(self._channel)
+        connection = channel(address)
+        self._channels.append(connection)
+        self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
+        self._execution = environment_pb2_grpc.CodeExecutionServiceStub(connection)
+        self._rewards = environment_pb2_grpc.RewardServiceStub(connection)
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
@@ -65,7 +69,7 @@ class GatewayClient:
         request = environment_pb2.ExecuteCodeRequest(
             request_id=uuid.uuid4().hex,
             language="python",
-            code=code,
+            code=_encodable(code),
             stdin=stdin,
             print_trailing_expression=print_trailing_expression,
         )
@@ -101,7 +105,7 @@ class GatewayClient:
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
         stub = self._connected(self._environments)
-        request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=action)
+        request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=_encodable(action))
         response = await self._call("environment", lambda: stub.StepEpisode(request, timeout=DEADLINES["StepEpisode"]))
         return Step(
             observation=response.observation,
@@ -119,7 +123,10 @@ class GatewayClient:
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         stub = self._connected(self._rewards)
         request = environment_pb2.ComputeRewardRequest(
-            request_id=uuid.uuid4().hex, reward=reward, task_json=orjson.dumps(task.data), completion=completion
+            request_id=uuid.uuid4().hex,
+            reward=reward,
+            task_json=orjson.dumps(task.data),
+            completion=_encodable(completion),
         )
         response = await self._call("reward", lambda: stub.ComputeReward(request, timeout=DEADLINES["ComputeReward"]))
         if response.outcome in (
@@ -134,8 +141,8 @@ class GatewayClient:
         )
 
     async def stop(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        for connection in self._channels:
+            await connection.close()
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call, waiting as the gateway asks while it is full."""
@@ -153,5 +160,16 @@ class GatewayClient:
 
     def _connected(self, stub: T | None) -> T:
         if stub is None:
-            raise InfrastructureError("the orchestrator has named no environment gateway: is envgateway null in the recipe?")
+            raise ConfigError(
+                "this run has no environment gateway, but its workflow asks for one: "
+                "remove `envgateway: null` from the recipe, or write a reward by import path (package.module:function)"
+            )
         return stub
+
+
+def _encodable(text: str) -> str:
+    """A policy can write lone surrogates (through JSON escapes), which are no Unicode text: replace them."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
+        return text
+    return text.encode(errors="replace").decode()

@@ -23,9 +23,9 @@ from services.common.aio import backoff
 from services.common.errors import DeadlineError, LeaseLostError, MillraceError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import DEADLINES, translated_errors
+from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import interval_to_proto, order_from_proto, weight_version_from_proto
 from services.common.types import TaskGroupOrder, WeightVersion
-from services.common.rpc.streams import call_cancellation_is_an_error
 
 log = structlog.get_logger(__name__)
 
@@ -195,7 +195,9 @@ class PoolClient:
     def _check_away(self) -> None:
         away_s = time.monotonic() - self._heard_at
         if away_s > self._away_timeout_s:
-            raise DeadlineError(f"the orchestrator has been away for {away_s:.0f} s (limit {self._away_timeout_s:.0f} s)")
+            raise DeadlineError(
+                f"the orchestrator has been away for {away_s:.0f} s (limit {self._away_timeout_s:.0f} s)"
+            )
 
     # -- reports out --------------------------------------------------------------------------------------------
 

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 import structlog
 
+from services.common.errors import InfrastructureError
 from services.common.types import TaskGroupOrder, WeightVersion
 from services.inference.emission import EmissionLog
-from services.inference.engine.base import Engine
 from services.inference.gateway_client import GatewayClient
 from services.inference.gauges import WaitShares
+from services.inference.loading import LoadedPolicy
 from services.inference.pool_client import ReplicaReport
 from services.inference.rollout import RolloutPlayer
-from services.inference.weight_updater import WeightUpdater
 
-log = structlog.get_logger()
+log = structlog.get_logger(__name__)
+
+_ENGINE_CHECK_S = 1.0
 
 
 class Replica:
-    """A ``PoolMember``: every method returns at once."""
+    """A ``PoolMember``: every command returns at once."""
 
     def __init__(
         self,
         *,
+        policies: Mapping[str, LoadedPolicy],
         player: RolloutPlayer,
-        updaters: Mapping[str, WeightUpdater],
-        engines: Mapping[str, Engine],
         gateway: GatewayClient,
         emissions: EmissionLog,
         waits: WaitShares,
     ) -> None:
+        self._policies = policies
         self._player = player
-        self._updaters = updaters
-        self._engines = engines
         self._gateway = gateway
         self._emissions = emissions
         self._waits = waits
-        self.run_id = ""
-        self.draining = False
+        self.drain_requested = asyncio.Event()
+
+    # -- commands -----------------------------------------------------------------------------------------------
 
     def welcome(self, run_id: str, envgateway_address: str) -> None:
-        self.run_id = run_id
         self._gateway.connect(envgateway_address)
 
     def run_task_group(self, order: TaskGroupOrder) -> None:
@@ -52,34 +53,45 @@ class Replica:
         log.info("task_group.cancelled", task_group=task_group_id, rollouts=ended, reason=reason)
 
     def new_version(self, version: WeightVersion) -> None:
-        updater = self._updaters.get(version.policy)
-        if updater is None:
+        loaded = self._policies.get(version.policy)
+        if loaded is None:
             log.debug("version.not_served", policy=version.policy, version=version.number)
             return
-        updater.offer(version)
+        loaded.weights.offer(version)
 
     def drain(self, reason: str) -> None:
         log.info("replica.draining", reason=reason)
-        self.draining = True
+        self.drain_requested.set()
+
+    # -- state --------------------------------------------------------------------------------------------------
 
     def held_versions(self) -> tuple[WeightVersion, ...]:
-        return tuple(updater.held() for updater in self._updaters.values())
+        return tuple(loaded.weights.held() for loaded in self._policies.values())
 
     def running_task_group_ids(self) -> tuple[str, ...]:
         return self._player.running_task_group_ids
 
     def report(self) -> ReplicaReport:
-        health = {name: engine.health() for name, engine in self._engines.items()}
+        health = [loaded.served.engine.health() for loaded in self._policies.values()]
         gauges = self._waits.take()
-        for updater in self._updaters.values():
-            gauges |= updater.gauges()
-        gauges["requests_running"] = float(sum(h.running for h in health.values()))
-        gauges["requests_waiting"] = float(sum(h.waiting for h in health.values()))
+        for loaded in self._policies.values():
+            gauges |= loaded.weights.gauges()
+        gauges["requests_running"] = float(sum(h.running for h in health))
+        gauges["requests_waiting"] = float(sum(h.waiting for h in health))
         return ReplicaReport(
-            num_free_slots=0 if self.draining else self._player.num_free_slots,
+            num_free_slots=0 if self.drain_requested.is_set() else self._player.num_free_slots,
             held_versions=self.held_versions(),
             running_task_group_ids=self.running_task_group_ids(),
-            num_generated_tokens=sum(h.generated_tokens for h in health.values()),
+            num_generated_tokens=sum(h.generated_tokens for h in health),
             emission_intervals=tuple(self._emissions.take()),
             gauges=gauges,
         )
+
+    async def watch_engines(self) -> None:
+        """Raise ``InfrastructureError`` when an engine has died: only a new process helps."""
+        while True:
+            await asyncio.sleep(_ENGINE_CHECK_S)
+            for name, loaded in self._policies.items():
+                health = loaded.served.engine.health()
+                if not health.ok:
+                    raise InfrastructureError(f"the engine of policy {name} died: {health.detail}")

@@ -22,9 +22,9 @@ from services.common.aio import backoff, deadline
 from services.common.errors import MillraceError
 from services.common.pb import pool_pb2
 from services.common.rpc.channel import translated_errors
+from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import failure_to_proto, trajectory_to_proto
 from services.common.types import RolloutFailure, Trajectory
-from services.common.rpc.streams import call_cancellation_is_an_error
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +109,7 @@ class TrajectorySender:
         call = self._stub.StreamTrajectories()
         writer = asyncio.create_task(self._write(call), name="trajectory writer")
         try:
-            while (response := await call.read()) is not grpc.aio.EOF:
+            while isinstance(response := await call.read(), Response):
                 for ack in response.acks:
                     self._acknowledge(ack)
         finally:

@@ -141,10 +141,18 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Any) -> Any:
         dtype=master,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         compute_dtype=compute,
+        logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
     )
     reference = None
     if config.algorithm.kl_coefficient > 0:
-        reference = load_policy_model(path, ranks, dtype=master, trainable=False, compute_dtype=compute)
+        reference = load_policy_model(
+            path,
+            ranks,
+            dtype=master,
+            trainable=False,
+            compute_dtype=compute,
+            logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,
+        )
     return TrainStep(
         model,
         PolicyOptimizer(model.named_parameters(), recipe.optimizer(policy)),

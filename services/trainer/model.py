@@ -14,7 +14,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.common.models import load_model
 from services.trainer.attention import ATTENTION_NAME, Documents, register_attention
-from services.trainer.logprobs import token_logprobs
+from services.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from services.trainer.norms import speed_up_norms
 from services.trainer.sharding import Ranks, shard
 
@@ -22,8 +22,9 @@ from services.trainer.sharding import Ranks, shard
 class PolicyModel(torch.nn.Module):
     """The root of sharding, so that embedding, final norm and head are gathered while ``forward`` runs."""
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS) -> None:
         super().__init__()
+        self._logprob_chunk_tokens = logprob_chunk_tokens
         _check_head(causal_lm)
         register_attention()
         causal_lm.set_attn_implementation(ATTENTION_NAME)
@@ -48,6 +49,7 @@ class PolicyModel(torch.nn.Module):
             self.causal_lm.get_output_embeddings().weight,
             token_ids.index_select(0, target_positions),
             temperature,
+            self._logprob_chunk_tokens,
         )
 
     @property
@@ -64,9 +66,10 @@ def build_policy_model(
     trainable: bool = True,
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    logprob_chunk_tokens: int = CHUNK_TOKENS,
 ) -> PolicyModel:
     """Prepare a loaded model for training (or as a frozen reference) on these ranks."""
-    model = PolicyModel(causal_lm)
+    model = PolicyModel(causal_lm, logprob_chunk_tokens)
     if trainable:
         model.train()
         if gradient_checkpointing:
@@ -90,6 +93,7 @@ def load_policy_model(
     trainable: bool = True,
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    logprob_chunk_tokens: int = CHUNK_TOKENS,
 ) -> PolicyModel:
     """Load from a directory or hub name, with master weights in ``dtype``."""
     return build_policy_model(
@@ -98,6 +102,7 @@ def load_policy_model(
         trainable=trainable,
         gradient_checkpointing=gradient_checkpointing,
         compute_dtype=compute_dtype,
+        logprob_chunk_tokens=logprob_chunk_tokens,
     )
 
 

@@ -41,6 +41,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    if hidden.dtype != torch.float32:  # mixed precision: the original computes in float32 and rounds back
+        original: torch.Tensor = type(module).forward(module, hidden)
+        return original
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -90,7 +89,7 @@ def init_ranks(*, timeout_s: float, device: str | None = None, always_group: boo
     if world_size > 1:
         dist.init_process_group(backend, timeout=timeout)
     elif always_group:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     return Ranks(rank=rank, world_size=world_size, device=target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -17,7 +17,7 @@ from services.common.rpc.status import to_status
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
 
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")

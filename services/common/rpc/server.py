@@ -139,13 +139,15 @@ class Server:
         closing = asyncio.ensure_future(self._server.stop(grace_s))
         await asyncio.sleep(0)  # its first step refuses new calls
         failures: list[Exception] = []
-        for callback in self._on_stop:
+        callbacks, self._on_stop = self._on_stop, []  # stopping twice does no harm
+        for callback in callbacks:
             try:
                 if (pending := callback()) is not None:
                     async with deadline(STOP_CALLBACK_S, f"{self.service}: ending the streams of {callback!r}"):
                         await pending
             except Exception as error:
-                failures.append(error)  # told below: the stop goes on
+                log.exception("server.stop_callback_failed", service=self.service)
+                failures.append(error)  # raised below: the stop goes on
         await closing
         if failures:
             raise failures[0]

@@ -60,7 +60,7 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
 }
 
 
-def to_status(error: MillraceError) -> grpc.aio.Status:
+def to_status(error: MillraceError) -> grpc.Status:
     """The status that tells this error; an error class without a row of its own is told as its base."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
     metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
@@ -70,9 +70,7 @@ def to_status(error: MillraceError) -> grpc.aio.Status:
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     message = _cut(error.message, MESSAGE_BYTES)
-    status: grpc.aio.Status = rpc_status.to_status(
-        status_pb2.Status(code=code.value[0], message=message, details=details)
-    )
+    status: grpc.Status = rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=details))
     return status
 
 

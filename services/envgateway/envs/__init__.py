@@ -1,0 +1,1 @@
+"""Environments: what an episode is made of, the built-in ones, and the tools that they offer."""

@@ -137,6 +137,7 @@ class _Worker:
             env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)])},
             cwd="/",
             pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
         )
         theirs.close()
         ours.setblocking(False)

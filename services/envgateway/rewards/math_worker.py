@@ -49,7 +49,7 @@ def _load_grader() -> Any:
             if not answer:
                 return "unparsed", "no answer found"
             correct = verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-        except Exception as error:  # whatever sympy raises on a stranger's formula is the grader's failure
+        except Exception as error:  # noqa: BLE001 - whatever sympy raises on a stranger's formula is the grader's failure
             return "grader_failed", f"{type(error).__name__}: {error}"
         return ("correct", "") if correct else ("wrong", "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import structlog
 
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError
 from services.common.importing import load_object
+from services.envgateway.calls import call_plain_or_async
 from services.envgateway.rewards.boxed import boxed_match
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
@@ -71,14 +71,7 @@ class Rewards:
 
 
 async def _call(function: RewardFunction, task: Mapping[str, Any], completion: str) -> RewardResult:
-    if function is boxed_match or _is_async(function):
-        result = function(task, completion)  # the box takes a few microseconds: not worth a thread
-    else:
-        result = await asyncio.to_thread(function, task, completion)
-    if inspect.isawaitable(result):
-        result = await result
+    if function is boxed_match:
+        return boxed_match(task, completion)  # a few microseconds: not worth a thread
+    result = await call_plain_or_async(function, task, completion)
     return result if isinstance(result, RewardResult) else RewardResult.of(float(result))
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

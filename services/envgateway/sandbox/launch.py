@@ -95,6 +95,7 @@ class SupervisorLauncher:
             env=_ENVIRONMENT,
             cwd="/",
             pass_fds=[theirs.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
         )
         theirs.close()
         try:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Protocol
 from services.common.chat import Chat
 from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
-from services.common.types import Sampling, Sequence as TokenSequence, Task
+from services.common.types import Sampling, Task
+from services.common.types import Sequence as TokenSequence
 from services.inference.engine.base import Generation
 
 

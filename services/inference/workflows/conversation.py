@@ -12,7 +12,8 @@ from typing import Any
 
 from services.common.chat import Message
 from services.common.errors import InfrastructureError, PromptTooLongError
-from services.common.types import Sampling, Segment, Sequence as TokenSequence, StopReason
+from services.common.types import Sampling, Segment, StopReason
+from services.common.types import Sequence as TokenSequence
 from services.inference.engine.base import FinishReason
 from services.inference.workflows.base import PolicyClient
 
@@ -106,6 +107,4 @@ class Conversation:
         room = self._limit - len(self._ids)
         if room >= self._sampling.max_new_tokens:
             return self._sampling
-        return replace(
-            self._sampling, max_new_tokens=room, min_new_tokens=min(room, self._sampling.min_new_tokens)
-        )
+        return replace(self._sampling, max_new_tokens=room, min_new_tokens=min(room, self._sampling.min_new_tokens))

@@ -198,12 +198,12 @@ async def test_closing_the_streams_is_no_infrastructure_error(execute: Execute) 
 
 
 @pytest.mark.parametrize(
-    "attempt", ["os.kill(-1, 9)", "os.kill(os.getppid(), 9)", "os.kill(1, 9)", f"os.kill({os.getpid()}, 9)", "os.killpg(0, 9)"]
+    "attempt", ["os.kill(-1, 9)", "os.kill(os.getppid(), 9)", "os.kill(1, 9)", "os.kill(TESTER, 9)", "os.killpg(0, 9)"]
 )
 async def test_killing_reaches_nobody_else(execute: Execute, pool: SandboxPool, attempt: str) -> None:
     neighbour = asyncio.create_task(execute("import time; time.sleep(0.6); print('alive')"))
     await asyncio.sleep(0.1)
-    result = await execute(f"import os, time\n{attempt}\ntime.sleep(0.2)\nprint('after')")
+    result = await execute(f"import os, time\nTESTER = {os.getpid()}\n{attempt}\ntime.sleep(0.2)\nprint('after')")
     assert result.status in (S.RUNTIME_ERROR, S.OK)  # at tier 1 kill(-1) finds nobody but the caller, and spares it
     assert (await neighbour).stdout == b"alive\n"
     assert pool.counts["restarts"] == 0

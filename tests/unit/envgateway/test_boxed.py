@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.envgateway.rewards.boxed import as_integer, boxed_match, last_boxed
@@ -58,7 +59,7 @@ def test_only_plain_integers_are_integers(text: str) -> None:
 
 
 def test_a_task_without_an_answer_is_refused_with_the_keys_it_may_use() -> None:
-    with pytest.raises(InvalidRequestError, match="reward_model.ground_truth; it has prompt"):
+    with pytest.raises(InvalidRequestError, match=r"reward_model\.ground_truth; it has prompt"):
         truth_of({"prompt": "x"})
 
 

@@ -23,6 +23,14 @@ def test_the_forward_pass_keeps_every_bit() -> None:
     assert torch.equal(module(x), expected)
 
 
+def test_mixed_precision_keeps_the_original() -> None:
+    module, x = norm().bfloat16(), torch.randn(5, 12).bfloat16()
+    expected = module(x)
+    fast = norm()
+    speed_up_norms(fast)
+    assert torch.equal(fast.bfloat16()(x), expected)
+
+
 @pytest.mark.parametrize("shape", [(12,), (4, 12), (2, 3, 4, 12), (0, 12)])
 def test_gradients_equal_autograds(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     gateway = socket.socket(fileno=settings["channel"])
     become_supervisor()
-    reasons = []
+    reasons: list[str] = []
     for tier in settings["tiers"]:
         outcome = _try_tier(gateway, tier, settings)
         if not isinstance(outcome, str):

@@ -35,7 +35,7 @@ def run(source: bytes, echo: bool, note_fd: int) -> int:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
         main.__dict__.clear()  # __del__ of the program's objects may still print
-    except BaseException:  # an error while ending: reported, and the exit code stays
+    except BaseException:  # noqa: BLE001 - an error while ending: reported, and the exit code stays
         _report(sys.exc_info()[1], note_fd)
     for stream in dict.fromkeys([sys.stdout, sys.stderr, *streams]):  # also when the program put others in their place
         try:
@@ -50,7 +50,7 @@ def _guarded(function: Any, source: bytes, echo: bool, main: types.ModuleType, n
         function(source, echo, main)
     except SystemExit as exit_request:
         return _exit_code(exit_request)
-    except BaseException as error:  # whatever a stranger's program may raise
+    except BaseException as error:  # noqa: BLE001 - whatever a stranger's program may raise
         _report(error, note_fd)
         return 1
     return 0
@@ -61,6 +61,7 @@ def _execute(source: bytes, echo: bool, main: types.ModuleType) -> None:
         exec(compile(source, FILENAME, "exec", dont_inherit=True), main.__dict__)
         return
     tree = compile(source, FILENAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
         exec(compile(tree, FILENAME, "exec", dont_inherit=True), main.__dict__)

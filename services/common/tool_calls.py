@@ -1,0 +1,70 @@
+"""Reading a Hermes tool call out of an assistant turn. Pure functions of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as the policy wrote it; the arguments are not checked against a schema yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall:
+    """A call that cannot be read; ``error`` is what the policy is told."""
+
+    error: str
+
+
+def find_call(text: str) -> str | MalformedCall | None:
+    """What stands between the first pair of tags; None when there is no call at all."""
+    _, found, rest = text.partition(OPEN)
+    if not found:
+        return None
+    content, closed, _ = rest.partition(CLOSE)
+    if not closed:
+        return MalformedCall(error=f"{OPEN} is not followed by {CLOSE}")
+    return content
+
+
+def parse_json_call(content: str) -> ToolCall | MalformedCall:
+    """One JSON object ``{"name": ..., "arguments": {...}}``."""
+    try:
+        call = json.loads(content)
+    except ValueError as error:  # JSONDecodeError, and integers of absurd length
+        return MalformedCall(error=f"not valid JSON: {error}")
+    except RecursionError:
+        return MalformedCall(error="not valid JSON: nested too deeply")
+    if not isinstance(call, dict):
+        return MalformedCall(error="the call must be one JSON object with name and arguments")
+    if not isinstance(call.get("name"), str):
+        return MalformedCall(error='"name" is missing or no string')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return MalformedCall(error='"arguments" must be a JSON object')
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+def cut_in_the_middle(text: str, max_chars: int) -> str:
+    """At most ``max_chars`` characters: begin and end of a longer text with a mark between them.
+
+    >>> cut_in_the_middle("0123456789" * 3, 20)
+    '0123 ...(cut)... 789'
+    """
+    if len(text) <= max_chars:
+        return text
+    mark = " ...(cut)... "
+    room = max_chars - len(mark)
+    if room < 2:
+        return text[:max_chars]
+    tail = room // 2
+    return text[: room - tail] + mark + text[len(text) - tail :]

@@ -1,0 +1,101 @@
+"""Wiring: sandbox, graders, tools, environments, episodes and the server that offers them.
+
+    sandbox <- tools <- environments <- episodes <- server
+       ^                     |
+       `---- execution       `-> rewards <- math pool
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.common.aio import TaskOwner
+from services.common.config.services import EnvGatewayConfig
+from services.common.pb import environment_pb2_grpc as pb_grpc
+from services.common.rpc.server import Server
+from services.envgateway.envs.base import EnvironmentContext
+from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.envs.tools import PythonTool, ToolBox
+from services.envgateway.episodes import EpisodeManager
+from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
+
+_TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
+
+
+class Gateway:
+    """One gateway process. The sandbox was started before this module, and with it grpc, was imported."""
+
+    def __init__(self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "") -> None:
+        self._sandbox = sandbox
+        self._math = MathPool(config.math)
+        self._rewards = Rewards(self._math)
+        timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
+        self._tools = ToolBox(
+            [
+                PythonTool(sandbox, "python", takes_input=False, timeout_s=timeout_s),
+                PythonTool(sandbox, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
+            ]
+        )
+        environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
+        self._episodes = EpisodeManager(
+            environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s
+        )
+        self._tasks = TaskOwner()
+        self.server = Server(
+            service="envgateway", instance_id="envgateway", host=config.host, port=config.port, run_id=run_id
+        )
+        self.server.add(
+            pb_grpc.add_EnvironmentServiceServicer_to_server,
+            EnvironmentServicer(self._episodes, environments),
+            "millrace.v1.EnvironmentService",
+        )
+        self.server.add(
+            pb_grpc.add_CodeExecutionServiceServicer_to_server,
+            CodeExecutionServicer(sandbox),
+            "millrace.v1.CodeExecutionService",
+        )
+        self.server.add(
+            pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
+        )
+        self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
+
+    async def start(self) -> int:
+        """Serve; returns the port."""
+        port = await self.server.start()
+        self._tasks.start(self._episodes.expire_forever(), "expire episodes")
+        self.server.set_ready()
+        return port
+
+    async def stop(self) -> None:
+        """Refuse, drain, close: calls first, then what they use."""
+        await self.server.stop()
+        await self._tasks.close()
+        await self._episodes.close_all()
+        await asyncio.gather(self._math.close(), self._sandbox.close())
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            **self._sandbox.gauges,
+            "episodes_live": float(self._episodes.num_live),
+            **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
+            **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
+            **{f"rewards_{name}": float(n) for name, n in self._rewards.counts.items()},
+            **{f"math_worker_{name}": float(n) for name, n in self._math.counts.items()},
+        }
+
+
+async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "") -> None:
+    """Serve until SIGTERM or SIGINT."""
+    gateway = Gateway(config, sandbox, run_id)
+    # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
+    stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
+    try:
+        await asyncio.sleep(0)
+        await gateway.start()
+        await stop_asked
+    finally:
+        stop_asked.cancel()
+        await gateway.stop()

@@ -1,0 +1,224 @@
+"""Episodes: leases, expiry, capacity, and steps that may be repeated.
+
+Invariants
+- One create per request id: a repeated one gives the same episode.
+- One result per (episode, turn): a repeated turn gives the stored result, or joins the step that runs.
+- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that raised
+  anything else, or stalled, is closed.
+- Whoever is silent for longer than the lease loses the episode; a step that runs keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from services.common.errors import (
+    CapacityError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    InvalidRequestError,
+    MillraceError,
+    StateError,
+)
+from services.envgateway.calls import call_plain_or_async
+from services.envgateway.envs.base import Environment, Observation, StepResult
+
+log = structlog.get_logger()
+
+STEP_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+_LONGEST_SWEEP_PAUSE_S = 5.0
+
+Result = TypeVar("Result")
+
+
+class Environments(Protocol):
+    """Builds environments; raises ``UnknownEnvironmentError``."""
+
+    def build(self, name: str) -> Environment: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStart:
+    episode_id: str
+    observation: Observation
+    lease_s: float
+
+
+@dataclass(slots=True)
+class _Episode:
+    id: str
+    request_id: str
+    environment: Environment
+    expires: float
+    results: list[StepResult] = field(default_factory=list)  # by turn, from 1
+    running: asyncio.Task[StepResult] | None = None
+    running_action: str = ""
+
+
+class EpisodeManager:
+    """Holds every live episode. ``expire_forever`` runs beside it."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        *,
+        max_episodes: int,
+        lease_s: float,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._environments = environments
+        self._max_episodes = max_episodes
+        self._lease_s = lease_s
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._episodes: dict[str, _Episode] = {}
+        self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
+        self._creating = 0
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._episodes)
+
+    async def create(self, request_id: str, environment: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
+        """Begin an episode, or give the one that this request id began.
+
+        Raises:
+            CapacityError: as many episodes as allowed are live.
+            UnknownEnvironmentError, InvalidRequestError, InfrastructureError: told by the environment.
+        """
+        key = request_id or uuid.uuid4().hex
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._episodes) + self._creating >= self._max_episodes:
+                raise CapacityError(f"{self._max_episodes} episodes are live", retry_after_s=1.0)
+            self._creating += 1
+            # A task of its own: the caller may go, and ask again with the same id.
+            start = asyncio.create_task(self._begin(key, environment, task, seed), name=f"create {environment}")
+            self._starts[key] = start
+            start.add_done_callback(lambda done: self._begun(key, done))
+        return await asyncio.shield(start)
+
+    async def step(self, episode_id: str, turn: int, action: str) -> StepResult:
+        """Take one turn, counted from 1.
+
+        Raises:
+            EpisodeNotFoundError: it was closed or has expired.
+            StateError: it is over, or another step runs.
+            InvalidRequestError: the turn is neither the next nor an earlier one.
+        """
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed or has expired")
+        episode.expires = self._clock() + self._lease_s
+        taken = len(episode.results)
+        if 1 <= turn <= taken:
+            return episode.results[turn - 1]
+        if turn != taken + 1:
+            raise InvalidRequestError(f"turn {turn} cannot follow turn {taken}; the next is {taken + 1}")
+        if episode.results and episode.results[-1].done:
+            raise StateError(f"the episode ended with turn {taken}")
+        if episode.running is None:
+            episode.running_action = action
+            episode.running = asyncio.create_task(self._take_turn(episode, action), name=f"step {episode_id}")
+        elif episode.running_action != action:
+            raise StateError(f"turn {turn} is being taken with another action")
+        return await asyncio.shield(episode.running)
+
+    async def close(self, episode_id: str) -> None:
+        """End an episode; one that is unknown has ended already."""
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            await self._end(episode, "closed")
+
+    async def close_all(self) -> None:
+        for episode in list(self._episodes.values()):
+            await self._end(episode, "closed")
+
+    async def expire_forever(self) -> None:
+        """Close what nobody steps any more. Ends by cancellation."""
+        while True:
+            await asyncio.sleep(min(_LONGEST_SWEEP_PAUSE_S, self._lease_s / 4))
+            await self.expire()
+
+    async def expire(self) -> None:
+        now = self._clock()
+        overdue = [e for e in self._episodes.values() if e.expires <= now and e.running is None]
+        await asyncio.gather(*(self._end(episode, "expired") for episode in overdue))
+
+    async def _begin(self, key: str, name: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
+        environment = self._environments.build(name)
+        try:
+            observation = await self._within_deadline(
+                call_plain_or_async(environment.reset, task, seed), f"{name}.reset"
+            )
+        except BaseException:
+            await self._close_environment(environment)
+            raise
+        episode = _Episode(uuid.uuid4().hex, key, environment, self._clock() + self._lease_s)
+        self._episodes[episode.id] = episode
+        self.counts["created"] += 1
+        return EpisodeStart(episode.id, observation, self._lease_s)
+
+    def _begun(self, key: str, start: asyncio.Task[EpisodeStart]) -> None:
+        self._creating -= 1
+        if start.cancelled() or start.exception() is not None:
+            del self._starts[key]
+
+    async def _take_turn(self, episode: _Episode, action: str) -> StepResult:
+        try:
+            result: StepResult = await self._within_deadline(
+                call_plain_or_async(episode.environment.step, action), "step"
+            )
+        except _EnvironmentFailed:
+            await self._end(episode, "failed")
+            raise
+        finally:
+            episode.running = None
+            episode.expires = self._clock() + self._lease_s
+        episode.results.append(result)
+        self.counts["steps"] += 1
+        return result
+
+    async def _within_deadline(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
+        """Errors of ours pass; whatever else an environment raises, or its silence, is an infrastructure failure."""
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return await work
+        except MillraceError:
+            raise
+        except TimeoutError as error:
+            raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
+        except Exception as error:  # a user's environment may raise anything: told, counted, and never a reward
+            log.warning("environment.failed", what=what, exc_info=error)
+            raise _EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def _end(self, episode: _Episode, why: str) -> None:
+        if self._episodes.pop(episode.id, None) is None:
+            return
+        self._starts.pop(episode.request_id, None)
+        self.counts[why] += 1
+        if episode.running is not None and episode.running is not asyncio.current_task():
+            episode.running.cancel()
+        await self._close_environment(episode.environment)
+
+    async def _close_environment(self, environment: Environment) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await call_plain_or_async(environment.close)
+        except Exception as error:  # the episode is gone in any case; its environment's owner should know
+            log.warning("environment.close_failed", exc_info=error)
+
+
+class _EnvironmentFailed(InfrastructureError):
+    """The environment is in no state to go on."""

@@ -1,0 +1,133 @@
+"""The membrane of the gateway: convert, call, convert. Behind it nothing sees grpc or protobuf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import orjson
+
+from services.common.errors import InvalidRequestError
+from services.common.pb import environment_pb2 as pb
+from services.common.pb import environment_pb2_grpc as pb_grpc
+from services.common.serde import duration_from_proto, duration_to_proto, json_object
+from services.envgateway.calls import SharedCalls
+from services.envgateway.envs.registry import EnvironmentRegistry
+from services.envgateway.episodes import EpisodeManager
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.rewards.result import RewardOutcome, RewardResult
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_STORED_RESULTS = 1024
+_STATUS = {status: pb.ExecutionStatus.Value(f"EXECUTION_STATUS_{status.name}") for status in ExecutionStatus}
+_OUTCOME = {outcome: pb.RewardOutcome.Value(f"REWARD_OUTCOME_{outcome.name}") for outcome in RewardOutcome}
+
+
+class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
+    def __init__(self, episodes: EpisodeManager, environments: EnvironmentRegistry) -> None:
+        self._episodes = episodes
+        self._environments = environments
+
+    async def CreateEpisode(self, request: pb.CreateEpisodeRequest, context: Context) -> pb.CreateEpisodeResponse:
+        start = await self._episodes.create(
+            request.request_id, request.environment, json_object(request.task_json, "task_json"), request.seed
+        )
+        observation = start.observation
+        return pb.CreateEpisodeResponse(
+            episode_id=start.episode_id,
+            observation=observation.text,
+            admissible_actions=observation.admissible_actions,
+            tools_json=orjson.dumps(observation.tools) if observation.tools else b"",
+            lease=duration_to_proto(start.lease_s),
+        )
+
+    async def StepEpisode(self, request: pb.StepEpisodeRequest, context: Context) -> pb.StepEpisodeResponse:
+        result = await self._episodes.step(request.episode_id, request.turn, request.action)
+        return pb.StepEpisodeResponse(
+            observation=result.observation,
+            reward=result.reward,
+            done=result.done,
+            admissible_actions=result.admissible_actions,
+            metrics=result.metrics,
+        )
+
+    async def CloseEpisode(self, request: pb.CloseEpisodeRequest, context: Context) -> pb.CloseEpisodeResponse:
+        await self._episodes.close(request.episode_id)
+        return pb.CloseEpisodeResponse()
+
+    async def ListEnvironments(
+        self, request: pb.ListEnvironmentsRequest, context: Context
+    ) -> pb.ListEnvironmentsResponse:
+        return pb.ListEnvironmentsResponse(environments=self._environments.names)
+
+
+class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
+    def __init__(self, sandbox: SandboxPool) -> None:
+        self._sandbox = sandbox
+        self._shared: SharedCalls[ExecutionResult] = SharedCalls(_STORED_RESULTS, keep=_is_final)
+
+    async def ExecuteCode(self, request: pb.ExecuteCodeRequest, context: Context) -> pb.ExecuteCodeResponse:
+        if request.language not in ("", "python"):
+            detail = f"no language {request.language!r}; this gateway runs python"
+            return _execution_to_proto(ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail))
+        execution = _execution_from_proto(request)
+        result = await self._shared.run(request.request_id, lambda: self._sandbox.run(execution))
+        return _execution_to_proto(result)
+
+
+class RewardServicer(pb_grpc.RewardServiceServicer):
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+        self._shared: SharedCalls[RewardResult] = SharedCalls(_STORED_RESULTS, keep=_is_graded)
+
+    async def ComputeReward(self, request: pb.ComputeRewardRequest, context: Context) -> pb.ComputeRewardResponse:
+        task = json_object(request.task_json, "task_json")
+        result = await self._shared.run(
+            request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
+        )
+        return pb.ComputeRewardResponse(outcome=_OUTCOME[result.outcome], reward=result.reward, detail=result.detail)
+
+
+def _is_final(result: ExecutionResult) -> bool:
+    return result.status not in (ExecutionStatus.INFRA_ERROR, ExecutionStatus.CANCELLED)
+
+
+def _is_graded(result: RewardResult) -> bool:
+    return result.outcome is not RewardOutcome.GRADER_FAILED
+
+
+def _execution_from_proto(request: pb.ExecuteCodeRequest) -> ExecutionRequest:
+    limits = request.limits
+    parsed = ExecutionLimits(
+        wall_s=duration_from_proto(limits.wall_time) if limits.HasField("wall_time") else None,
+        cpu_s=duration_from_proto(limits.cpu_time) if limits.HasField("cpu_time") else None,
+        memory_bytes=limits.memory_bytes if limits.HasField("memory_bytes") else None,
+        processes=limits.num_processes if limits.HasField("num_processes") else None,
+        output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
+    )
+    for name in ("wall_s", "cpu_s", "memory_bytes", "processes", "output_bytes"):
+        value = getattr(parsed, name)
+        if value is not None and value <= 0:
+            raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
+    return ExecutionRequest(
+        code=request.code, stdin=request.stdin, limits=parsed, echo=request.print_trailing_expression
+    )
+
+
+def _execution_to_proto(result: ExecutionResult) -> pb.ExecuteCodeResponse:
+    return pb.ExecuteCodeResponse(
+        status=_STATUS[result.status],
+        exit_code=result.exit_code,
+        signal=result.signal,
+        stdout=result.stdout.decode(errors="replace"),
+        stderr=result.stderr.decode(errors="replace"),
+        truncated=result.truncated,
+        wall_time=duration_to_proto(result.wall_s),
+        cpu_time=duration_to_proto(result.cpu_s),
+        peak_memory_bytes=result.peak_memory_bytes,
+        isolation_tier=result.tier,
+        detail=result.detail,
+    )

@@ -1,0 +1,23 @@
+"""Which settings of the recipe are this replica's. The sections themselves stand in ``services.common.config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.common.config.recipe import Recipe
+from services.common.config.services import InferenceConfig
+
+
+def replica_config(recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None) -> InferenceConfig:
+    """The section ``inference.<name>``, with what the command line changes.
+
+    A name that the recipe lacks takes the first section's settings on a free port, so that further replicas can join.
+    """
+    known = name in recipe.inference
+    config = recipe.inference[name] if known else next(iter(recipe.inference.values()))
+    changes: dict[str, Any] = {} if known else {"port": 0}
+    if port is not None:
+        changes["port"] = port
+    if num_slots is not None:
+        changes["num_slots"] = num_slots
+    return config.model_copy(update=changes)

@@ -1,0 +1,99 @@
+"""From a recipe to a policy that can be served: engine, tokenizer, and who keeps its weights new.
+
+The scripted engine needs neither torch nor a tokenizer nor a checkpoint, and nothing here imports torch for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.chat import Chat
+from services.common.config.services import InferenceConfig
+from services.common.errors import ConfigError
+from services.common.rpc.run_client import RunSettings
+from services.common.types import WeightVersion
+from services.inference.byte_tokenizer import ByteTokenizer
+from services.inference.engine.base import KvPolicy
+from services.inference.engine.scripted import RandomTokens, ScriptedEngine
+from services.inference.policies import ServedPolicy
+from services.inference.weightless import AnnouncedVersions
+
+OnTokens = Callable[[int, float], None]
+
+
+class WeightsFollower(Protocol):
+    """Keeps one engine on the newest version."""
+
+    def offer(self, version: WeightVersion) -> None: ...
+    def held(self) -> WeightVersion: ...
+    def gauges(self) -> dict[str, float]: ...
+    async def run(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPolicy:
+    """One policy, ready to be started."""
+
+    served: ServedPolicy
+    weights: WeightsFollower
+
+
+def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
+    """Build one policy; takes seconds with a model. Raises ``ConfigError`` or ``ModelMismatchError``."""
+    if config.engine == "scripted":
+        return _load_scripted(policy, settings, config, on_tokens)
+    if config.engine == "torch":
+        return _load_torch(policy, settings, config, on_tokens)
+    raise ConfigError(f"inference: engine {config.engine} is not in this version; write engine: torch or scripted")
+
+
+def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
+    script = config.scripted
+    context_length = settings.recipe.policies[policy].model.context_length
+    engine = ScriptedEngine(
+        script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
+        num_slots=config.engine_slots or config.num_slots,
+        context_length=context_length,
+        tokens_per_second=script.tokens_per_s,
+        latency_s=script.latency_s,
+        kv_policy=KvPolicy(config.kv_policy),
+        version=-1,  # no orders come before the first version is held
+        on_tokens=on_tokens,
+    )
+    served = ServedPolicy(name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=context_length)
+    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine))
+
+
+def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
+    import torch
+
+    from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.torch_engine import TorchEngine
+    from services.inference.mirror import Mirror
+    from services.inference.weight_updater import WeightUpdater
+
+    torch.set_num_threads(config.threads)
+    section = settings.recipe.policies[policy]
+    context_length = section.model.context_length
+    path = settings.recipe.model_path(policy, settings.run_dir)
+    # The mirror must see what the trainer sees: its master type, cast to the published one.
+    model = load_model(path, section.trainer.master_dtype)
+    tokenizer = load_tokenizer(path)
+    check_model_matches(model, tokenizer=tokenizer)
+    mirror = Mirror(policy)
+    mirror.fill(named_weights(model), run_id=settings.run_id, version=0, dtype=section.weights.publish_dtype)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = TorchEngine(
+        model.to(getattr(torch, config.dtype)),
+        num_slots=config.engine_slots or config.num_slots,
+        context_length=context_length,
+        kv_policy=KvPolicy(config.kv_policy),
+        device=device,
+        on_tokens=on_tokens,
+    )
+    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length)
+    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, lambda: settings.run_id))

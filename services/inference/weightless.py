@@ -1,0 +1,43 @@
+"""Follows weight versions for an engine that has no weights (scripted): what is announced is held at once.
+
+The same seam as ``WeightUpdater``, without mirror, publisher and transfer, so that a whole ring turns without a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.common.types import WeightVersion
+from services.inference.engine.base import Engine
+
+
+class AnnouncedVersions:
+    """One policy of one replica. Holds nothing (version -1) until the first announcement."""
+
+    def __init__(self, policy: str, engine: Engine) -> None:
+        self._engine = engine
+        self._held = WeightVersion(policy=policy, number=-1, digest="")
+        self._wanted = self._held
+        self._changed = asyncio.Event()
+
+    def offer(self, version: WeightVersion) -> None:
+        """A version exists; the newest wins."""
+        if version.number >= self._wanted.number:
+            self._wanted = version
+            self._changed.set()
+
+    def held(self) -> WeightVersion:
+        """What the engine stamps on its tokens; number -1 before the first announcement."""
+        return self._held
+
+    def gauges(self) -> dict[str, float]:
+        return {"weights_version": float(self._held.number)}
+
+    async def run(self) -> None:
+        """Follow the offers. No deadline: it waits for the next version as long as the replica lives."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            wanted = self._wanted
+            await self._engine.update({}, wanted.number)
+            self._held = WeightVersion(policy=wanted.policy, number=wanted.number, digest=wanted.digest)

@@ -1,0 +1,71 @@
+"""A small servicer of real stubs: GetRun does what the test says, WatchRun streams what the test releases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.rpc.server import Server
+
+log = structlog.get_logger()
+
+SERVICE = "millrace.v1.RunService"
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    def __init__(self) -> None:
+        self.failure: Callable[[], Exception] | None = None
+        self.num_calls = 0
+        self.times_left: list[float | None] = []
+        self.ended = asyncio.Event()
+        self.release = asyncio.Event()
+        self.num_messages = 3
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
+        self.num_calls += 1
+        self.times_left.append(context.time_remaining())
+        log.info("run.asked")
+        if self.failure is not None:
+            raise self.failure()
+        return run_pb2.GetRunResponse(run_id="r1")
+
+    async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        """One message at once, the others when released; then the failure, if there is one."""
+        self.num_calls += 1
+        try:
+            for number in range(self.num_messages):
+                if number == 1:
+                    await self.release.wait()
+                yield run_pb2.WatchRunResponse(progress=run_pb2.RunProgress(tokens_per_s=number))
+            if self.failure is not None:
+                raise self.failure()
+        finally:
+            self.ended.set()
+
+
+def make_server(servicer: RunServicer, port: int = 0, **settings: Any) -> Server:
+    server = Server(service="orchestrator", instance_id="test", host="127.0.0.1", port=port, **settings)
+    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, SERVICE)
+    return server
+
+
+def watch(connection: grpc.aio.Channel) -> Any:
+    return run_pb2_grpc.RunServiceStub(connection).WatchRun(run_pb2.WatchRunRequest())
+
+
+async def remaining(call: Any) -> list[float]:
+    """What a watch still brings, to its end. (grpc forbids iterating over a call after ``read``.)"""
+    numbers: list[float] = []
+    while (response := await call.read()) is not grpc.aio.EOF:
+        numbers.append(response.progress.tokens_per_s)
+    return numbers
+
+
+async def get_run(connection: grpc.aio.Channel, timeout_s: float = 10.0, **arguments: Any) -> run_pb2.GetRunResponse:
+    stub = run_pb2_grpc.RunServiceStub(connection)
+    return await stub.GetRun(run_pb2.GetRunRequest(), timeout=timeout_s, **arguments)

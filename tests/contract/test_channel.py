@@ -1,0 +1,160 @@
+"""Channels: what is retried, what waits for its peer, which ids travel, and the table of deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+import structlog
+from structlog.contextvars import bound_contextvars
+from structlog.testing import LogCapture
+
+from services.common.errors import InfrastructureError, WeightsStaleError
+from services.common.pb import environment_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
+from services.common.rpc.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
+from tests.contract.conftest import Served
+from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
+from tests.contract.test_errors import free_port
+
+FILES = [environment_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
+METHODS = {
+    method.name: service.full_name
+    for file in FILES
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+RPC = re.compile(r"((?:^ *//.*\n)+) *rpc (\w+)\(", re.MULTILINE)
+
+
+def told_deadlines(repository: Path) -> dict[str, float | None]:
+    """Deadlines that the comments of the protos promise."""
+    told: dict[str, float | None] = {}
+    for file in sorted((repository / "protos" / "millrace" / "v1").glob("*.proto")):
+        for comment, name in RPC.findall(file.read_text()):
+            text = " ".join(line.strip(" /") for line in comment.splitlines())
+            if found := re.search(r"[Dd]eadline (\d+) s", text):
+                told[name] = float(found.group(1))
+            elif "No deadline" in text:
+                told[name] = None
+    return told
+
+
+def test_every_call_has_a_deadline_in_the_table() -> None:
+    assert set(DEADLINES) == set(METHODS)
+
+
+def test_the_table_is_what_the_protos_promise(repository: Path) -> None:
+    told = told_deadlines(repository)
+    assert len(told) >= 15
+    assert {name: DEADLINES[name] for name in told} == told
+
+
+def test_the_retried_calls_exist() -> None:
+    named = {method: service for service, methods in RETRIED.items() for method in methods}
+    assert named == {method: METHODS[method] for method in named}
+
+
+def test_no_stream_is_retried_by_the_channel() -> None:
+    streams = {
+        method.name
+        for file in FILES
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if method.client_streaming or method.server_streaming
+    }
+    assert streams
+    assert not streams & {method for methods in RETRIED.values() for method in methods}
+
+
+async def test_unavailable_is_retried_up_to_four_attempts(served: Served) -> None:
+    served.servicer.failure = lambda: InfrastructureError("starting")
+    with pytest.raises(InfrastructureError, match="starting"), translated_errors("orchestrator"):
+        await get_run(served.connection, timeout_s=30.0)
+    assert served.servicer.num_calls == 4
+
+
+async def test_a_call_succeeds_when_the_peer_recovers(served: Served) -> None:
+    served.servicer.failure = lambda: InfrastructureError("starting")
+    call = asyncio.ensure_future(get_run(served.connection, timeout_s=30.0))
+    while served.servicer.num_calls < 2:
+        await asyncio.sleep(0.01)
+    served.servicer.failure = None
+    assert (await call).run_id == "r1"
+
+
+async def test_other_errors_are_not_retried(served: Served) -> None:
+    served.servicer.failure = lambda: WeightsStaleError("behind")
+    with pytest.raises(WeightsStaleError), translated_errors("orchestrator"):
+        await get_run(served.connection)
+    assert served.servicer.num_calls == 1
+
+
+async def test_calls_that_are_not_safe_are_not_retried(served: Served) -> None:
+    served.servicer.failure = lambda: InfrastructureError("starting")
+    served.servicer.num_messages = 0
+    with pytest.raises(InfrastructureError), translated_errors("orchestrator"):
+        await watch(served.connection).read()
+    assert served.servicer.num_calls == 1
+
+
+async def test_a_safe_call_waits_for_a_peer_that_starts_later() -> None:
+    port = free_port()
+    async with channel(f"127.0.0.1:{port}") as connection:
+        call = asyncio.ensure_future(get_run(connection, timeout_s=30.0))
+        while connection.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            await asyncio.sleep(0.01)
+        server = make_server(RunServicer(), port=port)
+        await server.start()
+        assert (await call).run_id == "r1"
+    await server.stop(grace_s=0.1)
+
+
+@pytest.fixture
+def events() -> LogCapture:
+    """Every event of the process, with the ids that are bound where it was logged."""
+    capture = LogCapture()
+    structlog.configure(processors=[structlog.contextvars.merge_contextvars, capture])
+    return capture
+
+
+def asked(events: LogCapture) -> list[dict[str, object]]:
+    return [dict(event) for event in events.entries if event["event"] == "run.asked"]
+
+
+async def test_the_callers_ids_are_on_the_servers_log_lines(events: LogCapture) -> None:
+    server = make_server(RunServicer())
+    await server.start()
+    async with channel(server.address) as connection:
+        with bound_contextvars(run="r7", request="q1"):
+            await get_run(connection)
+        await get_run(connection, metadata=call_metadata("r8", "q2"))
+        await get_run(connection)
+        await get_run(connection)
+    await server.stop(grace_s=0.1)
+    first, second, third, fourth = asked(events)
+    assert (first["run"], first["request"]) == ("r7", "q1")
+    assert (second["run"], second["request"]) == ("r8", "q2")
+    assert "run" not in third
+    assert third["request"] != fourth["request"]
+
+
+async def test_streams_carry_the_ids_and_release_them_when_they_are_cancelled(events: LogCapture) -> None:
+    servicer = RunServicer()
+    server = make_server(servicer)
+    await server.start()
+    async with channel(server.address) as connection:
+        with bound_contextvars(run="r7"):
+            call = watch(connection)
+            await call.read()
+        call.cancel()
+        await servicer.ended.wait()
+    await server.stop(grace_s=0.1)
+    assert [event for event in events.entries if event["log_level"] == "error"] == []
+
+
+def test_ids_that_http_refuses_are_left_out() -> None:
+    with bound_contextvars(run="läuft", request="a\nb"):
+        assert call_metadata() == ()

@@ -1,0 +1,237 @@
+"""The whole gateway over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.common import errors
+from services.common.config.services import EnvGatewayConfig, MathRewardConfig
+from services.common.pb import environment_pb2 as pb
+from services.common.pb import environment_pb2_grpc as pb_grpc
+from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.rpc.channel import channel
+from services.common.rpc.status import translated_errors
+from services.envgateway.app import Gateway
+from services.envgateway.sandbox.pool import SandboxPool
+
+from .conftest import CONFIG
+
+
+class Clients:
+    def __init__(self, connection: grpc.aio.Channel) -> None:
+        self.environments = pb_grpc.EnvironmentServiceStub(connection)
+        self.code = pb_grpc.CodeExecutionServiceStub(connection)
+        self.rewards = pb_grpc.RewardServiceStub(connection)
+        self.status = status_pb2_grpc.StatusServiceStub(connection)
+
+    async def episode(self, environment: str, task: dict[str, Any], request_id: str = "") -> pb.CreateEpisodeResponse:
+        request = pb.CreateEpisodeRequest(
+            environment=environment, task_json=json.dumps(task).encode(), request_id=request_id
+        )
+        return await self.environments.CreateEpisode(request, timeout=20)
+
+    async def step(self, episode: pb.CreateEpisodeResponse, turn: int, action: str) -> pb.StepEpisodeResponse:
+        request = pb.StepEpisodeRequest(episode_id=episode.episode_id, turn=turn, action=action)
+        return await self.environments.StepEpisode(request, timeout=20)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Clients]:
+    config = EnvGatewayConfig(
+        port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0), max_episodes=3,
+        environments={"parity": f"{__name__}:Parity"},
+    )  # fmt: skip
+    started = Gateway(config, SandboxPool.start_before_threads(CONFIG))
+    port = await started.start()
+    connection = channel(f"127.0.0.1:{port}")
+    yield Clients(connection)
+    await connection.close()
+    await started.stop()
+
+
+class Parity:
+    """A user's environment."""
+
+    def __init__(self, context: object) -> None:
+        self._number = 0
+
+    def reset(self, task: dict[str, Any], seed: int) -> Any:
+        from services.envgateway.envs.base import Observation
+
+        self._number = task["number"]
+        return Observation(text=f"is {self._number} even?", admissible_actions=("yes", "no"))
+
+    def step(self, action: str) -> Any:
+        from services.envgateway.envs.base import StepResult
+
+        return StepResult(reward=float((action == "yes") == (self._number % 2 == 0)), done=True)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_code_is_executed(gateway: Clients) -> None:
+    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(47*38)"), timeout=20)
+    assert (answer.status, answer.stdout, answer.exit_code) == (pb.EXECUTION_STATUS_OK, "1786\n", 0)
+    assert answer.HasField("exit_code") and not answer.HasField("signal")
+    assert answer.isolation_tier in ("1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
+
+
+async def test_limits_and_options_travel(gateway: Clients) -> None:
+    request = pb.ExecuteCodeRequest(code="import sys\nlen(sys.stdin.read())", stdin=b"abc", print_trailing_expression=True)
+    assert (await gateway.code.ExecuteCode(request, timeout=20)).stdout == "3\n"
+    slow = pb.ExecuteCodeRequest(code="while True: pass")
+    slow.limits.wall_time.FromMilliseconds(200)
+    assert (await gateway.code.ExecuteCode(slow, timeout=20)).status == pb.EXECUTION_STATUS_TIME_LIMIT
+    slow.limits.wall_time.FromMilliseconds(0)
+    with pytest.raises(errors.InvalidRequestError, match="wall_s is 0"), translated_errors("gateway"):
+        await gateway.code.ExecuteCode(slow, timeout=20)
+    other = pb.ExecuteCodeRequest(code="main(){}", language="c")
+    assert (await gateway.code.ExecuteCode(other, timeout=20)).status == pb.EXECUTION_STATUS_INVALID_REQUEST
+    noise = pb.ExecuteCodeRequest(code=r"import os; os.write(1, b'\xff\n')")
+    assert (await gateway.code.ExecuteCode(noise, timeout=20)).stdout == "\ufffd\n"
+
+
+async def test_a_repeated_request_is_executed_once(gateway: Clients) -> None:
+    request = pb.ExecuteCodeRequest(request_id="r1", code="import time; print(time.time_ns())")
+    first, second = await asyncio.gather(*(gateway.code.ExecuteCode(request, timeout=20) for _ in range(2)))
+    third = await gateway.code.ExecuteCode(request, timeout=20)
+    assert first.stdout == second.stdout == third.stdout
+
+
+async def test_a_caller_that_leaves_frees_the_slot(gateway: Clients) -> None:
+    request = pb.ExecuteCodeRequest(code="import time; time.sleep(60)")
+    for _ in range(4):
+        with pytest.raises(errors.DeadlineError), translated_errors("gateway"):
+            await gateway.code.ExecuteCode(request, timeout=0.2)
+    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=3)
+    assert answer.stdout == "1\n"
+
+
+async def test_rewards_are_computed(gateway: Clients) -> None:
+    async def outcome(reward: str, completion: str, task: dict[str, Any]) -> pb.ComputeRewardResponse:
+        request = pb.ComputeRewardRequest(reward=reward, completion=completion, task_json=json.dumps(task).encode())
+        return await gateway.rewards.ComputeReward(request, timeout=20)
+
+    assert (await outcome("boxed", r"\boxed{4}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_CORRECT
+    assert (await outcome("math", r"\boxed{5}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_WRONG
+    assert (await outcome("boxed", "4", {"answer": 4})).outcome == pb.REWARD_OUTCOME_UNPARSED
+    with pytest.raises(errors.InvalidRequestError, match="unknown reward"), translated_errors("gateway"):
+        await outcome("luck", "", {"answer": 4})
+    with pytest.raises(errors.InvalidRequestError, match="no reference answer"), translated_errors("gateway"):
+        await outcome("boxed", "", {})
+    with pytest.raises(errors.InvalidRequestError, match="task_json"), translated_errors("gateway"):
+        await gateway.rewards.ComputeReward(pb.ComputeRewardRequest(reward="boxed", task_json=b"{"), timeout=20)
+
+
+async def test_a_single_step_episode(gateway: Clients) -> None:
+    task = {"question": "What is 2 + 2?", "answer": "4", "environment": {"reward": "boxed"}}
+    episode = await gateway.episode("single_step", task)
+    assert episode.observation == "What is 2 + 2?" and episode.lease.seconds == 300
+    end = await gateway.step(episode, 1, r"\boxed{4}")
+    assert (end.reward, end.done) == (1.0, True)
+    assert await gateway.step(episode, 1, "again") == end
+    await gateway.environments.CloseEpisode(pb.CloseEpisodeRequest(episode_id=episode.episode_id), timeout=5)
+    with pytest.raises(errors.EpisodeNotFoundError), translated_errors("gateway"):
+        await gateway.step(episode, 1, "again")
+
+
+def _call(code: str) -> str:
+    return "<tool_call>" + json.dumps({"name": "python", "arguments": {"code": code}}) + "</tool_call>"
+
+
+async def test_a_tool_episode_runs_real_code(gateway: Clients) -> None:
+    task = {"question": "What is 47 times 38?", "answer": 1786, "environment": {"reward": "boxed", "max_turns": 6}}
+    episode = await gateway.episode("tool", task)
+    assert json.loads(episode.tools_json)[0]["function"]["name"] == "python"
+    result = await gateway.step(episode, 1, "let me see " + _call("print('error', 47*38)"))
+    assert (result.observation, result.done, result.reward) == ("error 1786", False, 0.0)
+    assert (result.metrics["tool_calls"], result.metrics["tool_errors"]) == (1, 0)
+    assert "ZeroDivisionError" in (await gateway.step(episode, 2, _call("1/0"))).observation
+    assert "malformed" in (await gateway.step(episode, 3, "<tool_call>{</tool_call>")).observation
+    long = await gateway.step(episode, 4, _call("print('a' * 5000)"))
+    assert len(long.observation) <= 256 and "(cut)" in long.observation
+    end = await gateway.step(episode, 5, r"\boxed{1786}")
+    assert (end.reward, end.done, end.metrics["tool_calls"], end.metrics["tool_errors"]) == (1.0, True, 4, 2)
+
+
+async def test_the_last_turns_call_is_not_run(gateway: Clients) -> None:
+    task = {"question": "?", "answer": 1, "environment": {"reward": "boxed", "max_turns": 1}}
+    episode = await gateway.episode("tool", task)
+    end = await gateway.step(episode, 1, _call("print(1)"))
+    assert (end.done, end.reward, end.metrics["tool_calls"], end.metrics["reward_unparsed"]) == (True, 0.0, 0, 1)
+
+
+async def test_a_failed_grader_is_an_error_and_never_a_reward(gateway: Clients) -> None:
+    task = {"question": "?", "answer": 1, "environment": {"reward": f"{__name__}:failing"}}
+    episode = await gateway.episode("single_step", task)
+    for _ in range(2):
+        with pytest.raises(errors.InfrastructureError, match="the grader"), translated_errors("gateway"):
+            await gateway.step(episode, 1, "x")
+
+
+def failing(task: dict[str, Any], completion: str) -> float:
+    raise ZeroDivisionError
+
+
+async def test_a_users_environment_by_import_path(gateway: Clients) -> None:
+    names = (await gateway.environments.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=5)).environments
+    assert list(names) == ["parity", "single_step", "tool"]
+    episode = await gateway.episode("parity", {"number": 4})
+    assert list(episode.admissible_actions) == ["yes", "no"]
+    assert (await gateway.step(episode, 1, "yes")).reward == 1.0
+
+
+async def test_episode_errors_are_structured(gateway: Clients) -> None:
+    with pytest.raises(errors.UnknownEnvironmentError), translated_errors("gateway"):
+        await gateway.episode("nowhere", {})
+    with pytest.raises(errors.InvalidRequestError, match=r"environment\.max_turn"), translated_errors("gateway"):
+        await gateway.episode("tool", {"question": "?", "environment": {"max_turn": 3}})
+    same = [await gateway.episode("parity", {"number": 1}, request_id="once") for _ in range(2)]
+    assert same[0].episode_id == same[1].episode_id
+    for _ in range(2):
+        await gateway.episode("parity", {"number": 1})
+    with pytest.raises(errors.CapacityError) as full, translated_errors("gateway"):
+        await gateway.episode("parity", {"number": 1})
+    assert full.value.retry_after_s
+
+
+async def test_status_tells_the_tier(gateway: Clients) -> None:
+    await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=20)
+    status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    assert (status.service, status.state) == ("envgateway", "ready")
+    assert status.labels["isolation_tier"] in ("1", "U", "0") and status.gauges["sandbox_ok"] == 1
+
+
+@pytest.mark.slow
+async def test_the_process_starts_from_a_recipe_and_stops_cleanly(tmp_path: Path) -> None:
+    recipe = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
+    overrides = ["envgateway.port=0", "envgateway.sandbox.allow_tier_0=true", "envgateway.sandbox.num_slots=1"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.envgateway", "--recipe", str(recipe)),
+        *(part for override in overrides for part in ("--set", override)),
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    os.chmod(tmp_path, 0o711)
+    assert process.stderr is not None
+    seen = b""
+    async with asyncio.timeout(60):
+        while b"server.ready" not in seen:
+            line = await process.stderr.readline()
+            assert line, seen.decode()
+            seen += line
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+    assert process.returncode == 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""Logs are JSON lines with the bound ids in files, readable on the terminal, and quiet where the launcher draws."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from services.common import logs
+
+
+@pytest.fixture(autouse=True)
+def library_logging() -> Iterator[None]:
+    """``configure`` replaces the handlers of the root logger, pytest's among them."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_events_are_json_lines_with_bound_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("trainer", tmp_path, instance="trainer-model0")
+    logs.bind(run="r1", policy="model0")
+    structlog.get_logger().info("batch.ready", step=7)
+    (line,) = lines(tmp_path / "logs" / "trainer-model0.jsonl")
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "service": "trainer",
+        "instance": "trainer-model0",
+        "event": "batch.ready",
+        "level": "info",
+        "run": "r1",
+        "policy": "model0",
+        "step": 7,
+    }
+    shown = capsys.readouterr().err
+    assert "batch.ready" in shown
+    assert "step" in shown
+
+
+async def test_ids_reach_the_tasks_that_are_started_later_and_no_others(tmp_path: Path) -> None:
+    logs.configure("inference", tmp_path)
+    log = structlog.get_logger()
+
+    async def rollout(group: str) -> None:
+        logs.bind(task_group=group)
+        await asyncio.sleep(0)
+        log.info("rollout.ended")
+
+    logs.bind(run="r1")
+    await asyncio.gather(rollout("g1"), rollout("g2"))
+    log.info("all.ended")
+    seen = [(line["run"], line.get("task_group")) for line in lines(tmp_path / "logs" / "inference.jsonl")]
+    assert seen == [("r1", "g1"), ("r1", "g2"), ("r1", None)]
+
+
+def test_a_trace_is_in_the_file(tmp_path: Path) -> None:
+    logs.configure("orchestrator", tmp_path)
+    try:
+        raise OSError("no space left")
+    except OSError:
+        structlog.get_logger().exception("journal.failed")
+    (line,) = lines(tmp_path / "logs" / "orchestrator.jsonl")
+    assert line["level"] == "error"
+    assert "OSError: no space left" in line["exception"]
+    assert "test_logs.py" in line["exception"]
+
+
+def test_the_launchers_terminal_shows_warnings_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("launcher", tmp_path)
+    structlog.get_logger().info("process.started")
+    structlog.get_logger().warning("process.died")
+    shown = capsys.readouterr().err
+    assert "process.died" in shown
+    assert "process.started" not in shown
+    events = [line["event"] for line in lines(tmp_path / "logs" / "launcher.jsonl")]
+    assert events == ["process.started", "process.died"]
+
+
+def test_levels_below_the_chosen_one_are_dropped(tmp_path: Path) -> None:
+    logs.configure("trainer", tmp_path, level="warning")
+    structlog.get_logger().info("quiet")
+    structlog.get_logger().warning("loud")
+    assert [line["event"] for line in lines(tmp_path / "logs" / "trainer.jsonl")] == ["loud"]
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("trainer")
+    structlog.get_logger().info("hello")
+    assert "hello" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_value_can_be_logged(tmp_path: Path) -> None:
+    logs.configure("trainer", tmp_path)
+    structlog.get_logger().info("odd", path=Path("a/b"), array=np.arange(2), by_step={1: "x"}, error=ValueError("v"))
+    (line,) = lines(tmp_path / "logs" / "trainer.jsonl")
+    assert (line["path"], line["array"], line["by_step"], line["error"]) == ("a/b", [0, 1], {"1": "x"}, "v")
+
+
+def test_a_restarted_process_appends(tmp_path: Path) -> None:
+    for event in ("first", "second"):
+        logs.configure("trainer", tmp_path)
+        structlog.get_logger().info(event)
+    assert [line["event"] for line in lines(tmp_path / "logs" / "trainer.jsonl")] == ["first", "second"]
+
+
+def test_what_libraries_log_is_an_event(tmp_path: Path) -> None:
+    logs.configure("trainer", tmp_path)
+    logs.bind(run="r1")
+    logging.getLogger("grpc").error("%d calls lost", 3)
+    logging.getLogger("grpc").info("not of interest")
+    (line,) = lines(tmp_path / "logs" / "trainer.jsonl")
+    assert (line["event"], line["logger"], line["message"]) == ("library.log", "grpc", "3 calls lost")
+    assert (line["level"], line["run"]) == ("error", "r1")

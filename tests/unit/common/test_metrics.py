@@ -1,0 +1,34 @@
+"""Metrics are rows of JSON that can be read while they are written."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from services.common.metrics import MetricsWriter
+
+
+def test_rows_are_readable_at_once_and_appended_to(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "orchestrator.jsonl"
+    before = time.time()
+    writer = MetricsWriter(path)
+    writer.write("step", step=1, reward=np.float32(0.5), lengths=np.array([1, 2]))
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert before <= row.pop("time") <= time.time()
+    assert row == {"kind": "step", "step": 1, "reward": 0.5, "lengths": [1, 2]}
+    writer.close()
+
+    again = MetricsWriter(path)
+    again.write("evaluation", name="end/greedy")
+    again.close()
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["step", "evaluation"]
+
+
+def test_a_number_that_json_lacks_is_null(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write("step", loss=float("nan"))
+    writer.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text())["loss"] is None

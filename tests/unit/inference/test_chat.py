@@ -1,0 +1,131 @@
+"""Prompts, continuations and supervised masks agree with the chat template, token by token."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.chat import Chat
+from services.common.errors import ConfigError, DatasetError
+from services.inference.byte_tokenizer import ByteTokenizer
+from tests.unit.inference.fakes import TEMPLATE, qwen_like_chat, qwen_like_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "run", "description": "", "parameters": {}}}]
+TEXT = st.text(alphabet=st.sampled_from("ab1 \n.{}\\é<>"), max_size=30)
+
+
+def rendered(messages: list[dict[str, str]], *, invite: bool, tools: Any = None, tokenizer: Any = None) -> list[int]:
+    tokenizer = tokenizer or qwen_like_tokenizer()
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=invite)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def with_template(template: str) -> Any:
+    tokenizer = copy.deepcopy(qwen_like_tokenizer())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_prompt_is_what_the_template_renders(tools: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+    assert list(qwen_like_chat().prompt_ids(messages, tools)) == rendered(messages, invite=True, tools=tools)
+
+
+@given(said=TEXT, results=st.lists(TEXT, min_size=1, max_size=3))
+def test_prompt_turn_and_continuation_equal_the_whole_dialogue_rendered(said: str, results: list[str]) -> None:
+    chat = qwen_like_chat()
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": said}]
+    answers = [{"role": "tool", "content": result} for result in results]
+    sampled = (*chat.encode(said), chat.end_of_turn_id)
+    grown = [*chat.prompt_ids(messages[:1]), *sampled, *chat.continuation_ids(answers, last_sampled=sampled[-1])]
+    whole = qwen_like_tokenizer().apply_chat_template([*messages, *answers], tokenize=False, add_generation_prompt=True)
+    assert qwen_like_tokenizer().decode(grown) == whole
+    if not said[:1].isspace():  # else tokenising the whole text joins the invitation's line break to the turn
+        assert grown == rendered([*messages, *answers], invite=True)
+    tail = chat.continuation_ids(answers)
+    assert rendered([*messages, *answers], invite=True)[-len(tail) :] == list(tail)
+
+
+def test_a_turn_that_did_not_end_itself_is_ended_by_the_continuation() -> None:
+    chat = qwen_like_chat()
+    answer = {"role": "tool", "content": "4"}
+    full = chat.continuation_ids([answer], last_sampled=chat.encode("x")[0])
+    assert full[0] == chat.end_of_turn_id
+    assert chat.continuation_ids([answer], last_sampled=chat.end_of_turn_id) == full[1:]
+
+
+def test_a_template_that_changes_contents_is_still_followed() -> None:
+    trimming = with_template(TEMPLATE.replace("message.content + '\\n</tool", "(message.content | trim) + '\\n</tool"))
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "x"},
+        {"role": "tool", "content": "  4 \n"},
+    ]
+    tail = Chat(trimming).continuation_ids(messages[2:])
+    assert rendered(messages, invite=True, tokenizer=trimming)[-len(tail) :] == list(tail)
+
+
+def test_every_assistant_turn_and_its_end_are_taught_and_nothing_else() -> None:
+    chat = qwen_like_chat()
+    messages = [
+        {"role": "user", "content": "What is 12 times 34?"},
+        {"role": "assistant", "content": "<tool_call>print(12*34)</tool_call>"},
+        {"role": "tool", "content": "408"},
+        {"role": "assistant", "content": "\\boxed{408}"},
+    ]
+    example = chat.supervised(messages)
+    taught = [t for t, is_assistant in zip(example.token_ids, example.is_assistant, strict=True) if is_assistant]
+    text = qwen_like_tokenizer().decode(taught)
+    assert text == "<tool_call>print(12*34)</tool_call><|im_end|>\\boxed{408}<|im_end|>"
+    newline = chat.encode("\n")
+    assert [*example.token_ids, *newline] == rendered(messages, invite=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "assistant", "content": "hi"}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "assistant", "content": "c"},
+        ],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
+    ],
+)
+def test_a_dialogue_that_cannot_be_taught_is_refused(messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(DatasetError):
+        qwen_like_chat().supervised(messages)
+
+
+def test_stop_tokens_end_a_turn_and_are_not_shown() -> None:
+    chat = qwen_like_chat()
+    ids = [*chat.encode("<tool_call>x</tool_call>"), chat.end_of_turn_id]
+    assert chat.end_of_turn_id in chat.stop_token_ids
+    assert chat.decode(ids) == "<tool_call>x</tool_call>"
+
+
+def test_whether_a_template_lists_tools_is_found_out() -> None:
+    assert qwen_like_chat().lists_tools
+    assert not Chat(ByteTokenizer()).lists_tools
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        Chat(with_template(""))
+
+
+def test_bytes_are_a_tokenizer_too() -> None:
+    chat = Chat(ByteTokenizer())
+    messages = [{"role": "user", "content": "grüß"}]
+    assert chat.decode(chat.prompt_ids(messages)) == "<|im_start|>user\ngrüß<|im_end|><|im_start|>assistant\n"
+    assert chat.continuation_ids([{"role": "tool", "content": "4"}], last_sampled=257) == tuple(
+        ByteTokenizer().encode("<|im_start|>tool\n4<|im_end|><|im_start|>assistant\n")
+    )
+    assert chat.decode([104, 105, 257]) == "hi"

@@ -1,0 +1,118 @@
+"""Token-in, token-out: what a conversation records is what the engine was given and what it said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InfrastructureError, PromptTooLongError
+from services.common.types import Sampling, StopReason
+from services.inference.engine.base import GenerationRequest
+from services.inference.gauges import WaitShares
+from services.inference.policies import RolloutPolicy
+from services.inference.workflows.conversation import Conversation
+from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
+
+QUESTION = [{"role": "user", "content": "go"}]
+
+
+async def begin(
+    script: object, *, sampling: Sampling | None = None, context_length: int = 2048, **limits: int
+) -> tuple[Conversation, RecordingEngine]:
+    policy = await served_policy(script, context_length=context_length)  # type: ignore[arg-type]
+    assert isinstance(policy.engine, RecordingEngine)
+    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, waits=WaitShares(1))
+    return Conversation(client, QUESTION, sampling or Sampling(max_new_tokens=300), **limits), policy.engine
+
+
+@given(
+    turns=st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=20), min_size=1, max_size=4),
+    answers=st.lists(st.text(max_size=20), min_size=3, max_size=3),
+)
+def test_segments_are_exactly_prompt_sampled_and_environment_tokens(turns: list[list[int]], answers: list[str]) -> None:
+    """Whatever ids are sampled, such as ones that no text tokenises to, they are recorded and continued as they are."""
+    chat = qwen_like_chat()
+    stop = chat.end_of_turn_id
+
+    def script(request: GenerationRequest) -> Sequence[int]:
+        said = turns[int(request.request_id.rsplit("/", 1)[1])]
+        return [*(t for t in said if t != stop), stop]
+
+    async def play() -> tuple[Conversation, RecordingEngine]:
+        conversation, engine = await begin(script)
+        for turn in range(len(turns)):
+            await conversation.generate()
+            if turn < len(turns) - 1:
+                assert conversation.add({"role": "tool", "content": answers[turn]})
+        return conversation, engine
+
+    conversation, engine = asyncio.run(play())
+    expected = list(chat.prompt_ids(QUESTION))
+    for turn, (request, generation) in enumerate(zip(engine.requests, engine.generations, strict=True)):
+        assert list(request.prompt_ids) == expected
+        expected += generation.token_ids
+        if turn < len(turns) - 1:
+            expected += chat.continuation_ids([{"role": "tool", "content": answers[turn]}], last_sampled=stop)
+    sequence = conversation.sequence(reward=1.0, stop_reason=StopReason.STOP)
+    assert sequence.token_ids.tolist() == expected
+    trained = [int(t) for s in sequence.segments if s.is_policy for t in s.token_ids]
+    assert trained == [t for g in engine.generations for t in g.token_ids]
+    logprobs = np.concatenate([s.logprobs for s in sequence.segments if s.is_policy])
+    assert np.array_equal(logprobs, np.concatenate([s.logprobs for g in engine.generations for s in g.segments]))
+
+
+async def test_thinking_that_a_template_would_drop_stays_in_the_tokens() -> None:
+    conversation, engine = await begin(["<think>hm</think>calling", "done"])
+    await conversation.generate()
+    assert conversation.add({"role": "tool", "content": "4"})
+    await conversation.generate()
+    assert "<think>hm</think>calling" in qwen_like_chat().decode(engine.requests[1].prompt_ids)
+
+
+@pytest.mark.parametrize("limits", [{"context_length": 10}, {"max_prompt_tokens": 10}])
+async def test_a_prompt_that_does_not_fit_is_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(PromptTooLongError, match=r"at most (9|10)"):
+        await begin(["x"], **limits)
+
+
+async def test_a_turn_never_asks_for_more_than_is_left() -> None:
+    prompt = len(qwen_like_chat().prompt_ids(QUESTION))
+    conversation, engine = await begin(["a" * 500], context_length=prompt + 30, sampling=Sampling(max_new_tokens=100))
+    turn = await conversation.generate()
+    assert engine.requests[0].sampling.max_new_tokens == 30
+    assert not turn.ended
+    assert len(conversation.token_ids) == prompt + turn.num_tokens <= prompt + 30
+
+
+async def test_an_answer_after_which_no_token_would_fit_is_not_added() -> None:
+    conversation, _ = await begin(["call"], max_response_tokens=40)
+    await conversation.generate()
+    before = conversation.token_ids
+    assert not conversation.add({"role": "tool", "content": "long " * 40})
+    assert conversation.token_ids == before
+    assert conversation.add({"role": "tool", "content": "4"})
+
+
+async def test_requests_of_one_rollout_have_names_and_seeds_of_their_own() -> None:
+    conversation, engine = await begin(["a", "b"])
+    await conversation.generate()
+    assert conversation.add({"role": "tool", "content": "4"})
+    await conversation.generate()
+    assert len({r.request_id for r in engine.requests}) == 2
+    assert len({r.seed for r in engine.requests}) == 2
+
+
+async def test_an_abort_from_outside_is_an_infrastructure_failure() -> None:
+    policy = await served_policy(["a" * 200], tokens_per_second=50.0)
+    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, waits=WaitShares(1))
+    conversation = Conversation(client, QUESTION, Sampling(max_new_tokens=300))
+    turn = asyncio.create_task(conversation.generate())
+    await asyncio.sleep(0.05)
+    await policy.engine.abort("g/0/0/model0/0")
+    with pytest.raises(InfrastructureError):
+        await turn

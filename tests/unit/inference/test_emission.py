@@ -1,0 +1,43 @@
+"""Stretches in which tokens came, and shares of waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.inference.emission import EmissionLog
+from services.inference.gauges import WaitShares
+
+
+def stretches(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:
+    for at in times:
+        log.on_tokens(1, at)
+    return log.take()
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([], []),
+        ([1.0], [(1.0, 1.0)]),
+        ([1.0, 1.04, 1.08], [(1.0, 1.08)]),
+        ([1.0, 1.04, 1.2, 1.21], [(1.0, 1.04), (1.2, 1.21)]),
+    ],
+)
+def test_gaps_below_50_ms_are_joined(times: list[float], expected: list[tuple[float, float]]) -> None:
+    assert stretches(EmissionLog(), times) == expected
+
+
+def test_a_stretch_goes_on_over_a_report_without_a_hole() -> None:
+    log = EmissionLog()
+    assert stretches(log, [1.0, 1.02]) == [(1.0, 1.02)]
+    assert log.take() == []
+    assert stretches(log, [1.05]) == [(1.02, 1.05)]
+    assert stretches(log, [3.0]) == [(3.0, 3.0)]
+
+
+def test_shares_of_waiting_are_of_all_slots_and_of_the_time_since_the_last_report() -> None:
+    waits = WaitShares(num_slots=10)
+    waits.add("generation", 1e9)
+    first = waits.take()
+    assert first == {"share_waiting_generation": 1.0}
+    assert waits.take() == {"share_waiting_generation": 0.0}

@@ -1,0 +1,259 @@
+"""Playing task groups: repeated orders, retries, failures, time limits, cancellation, versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from services.common.config.base import Section
+from services.common.errors import (
+    CapacityError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    PromptTooLongError,
+    WeightsStaleError,
+)
+from services.common.types import Task
+from services.inference.policies import ServedPolicy
+from services.inference.rollout import RolloutPlayer
+from services.inference.workflows.base import Outcome, Workflow, WorkflowContext
+from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from tests.unit.inference.fakes import FakeGateway, Records, make_order, served_policy
+
+Behaviour = Callable[[WorkflowContext], Any]
+
+
+class Told:
+    """A workflow that plays a single turn, after doing what it is told."""
+
+    Settings: ClassVar[type[Section]] = SingleTurnSettings
+
+    def __init__(self, settings: SingleTurnSettings, before: Behaviour | None = None) -> None:
+        self._turn = SingleTurn(settings)
+        self._before = before
+        self.num_runs = 0
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        self.num_runs += 1
+        if self._before is not None:
+            await self._before(context)
+        return await self._turn.run(task, context)
+
+
+async def make_player(
+    before: Behaviour | None = None, *, num_slots: int = 8, infra_retries: int = 2, **engine: Any
+) -> tuple[RolloutPlayer, Records, Told, ServedPolicy]:
+    policy = await served_policy(["hello"], **engine)
+    records, workflow = Records(), Told(SingleTurnSettings(), before)
+    as_workflow: Workflow = workflow
+    player = RolloutPlayer(
+        workflow=as_workflow,
+        policies={"model0": policy},
+        gateway=FakeGateway(),
+        sink=records,
+        replica_id="a",
+        num_slots=num_slots,
+        infra_retries=infra_retries,
+    )
+    return player, records, workflow, policy
+
+
+def raises(error: Exception, times: int = 1_000_000) -> Behaviour:
+    left = [times]
+
+    async def before(context: WorkflowContext) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise error
+
+    return before
+
+
+async def forever(context: WorkflowContext) -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.inference.rollout._RETRY_BASE_S", 0.001)
+
+
+async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
+    player, records, _, _ = await make_player()
+    assert player.play(make_order(indices=(0, 2, 5))) == 3
+    assert player.num_free_slots == 5
+    await player.wait_until_idle()
+    assert sorted(t.index for t in records.trajectories) == [0, 2, 5]
+    assert all(t.task_group_id == "g0" and t.replica_id == "a" for t in records.trajectories)
+    assert all(0 < t.started_at <= t.finished_at for t in records.trajectories)
+    assert player.num_free_slots == 8
+    assert player.running_task_group_ids == ()
+
+
+async def test_a_repeated_order_plays_no_slot_twice() -> None:
+    player, records, workflow, _ = await make_player()
+    player.play(make_order(indices=(0, 1)))
+    assert player.play(make_order(indices=(0, 1, 2))) == 1
+    await player.wait_until_idle()
+    assert player.play(make_order(indices=(0, 1, 2))) == 0
+    assert workflow.num_runs == len(records.all) == 3
+    assert player.counters.repeated == 5
+
+
+async def test_no_more_rollouts_run_at_once_than_there_are_slots() -> None:
+    running, most = 0, 0
+
+    async def count(context: WorkflowContext) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+
+    player, records, _, _ = await make_player(count, num_slots=3)
+    player.play(make_order(indices=range(10)))  # type: ignore[arg-type]
+    assert player.num_free_slots == 0
+    await player.wait_until_idle()
+    assert most == 3
+    assert len(records.trajectories) == 10
+
+
+@pytest.mark.parametrize(
+    "error", [InfrastructureError("down"), EpisodeNotFoundError("gone"), CapacityError("full")], ids=lambda e: e.reason
+)
+async def test_an_infrastructure_failure_is_played_again(error: Exception) -> None:
+    player, records, workflow, _ = await make_player(raises(error, times=2))
+    player.play(make_order(indices=(0,)))
+    await player.wait_until_idle()
+    assert len(records.trajectories) == 1
+    assert workflow.num_runs == 3
+    assert player.counters.retries == 2
+
+
+async def test_an_infrastructure_failure_that_stays_is_a_failure_and_never_a_reward() -> None:
+    player, records, workflow, _ = await make_player(raises(InfrastructureError("down")), infra_retries=1)
+    player.play(make_order(indices=(0, 1)))
+    await player.wait_until_idle()
+    assert records.trajectories == []
+    assert {(f.index, f.reason, f.detail) for f in records.failures} == {
+        (0, "INFRASTRUCTURE", "down"),
+        (1, "INFRASTRUCTURE", "down"),
+    }
+    assert workflow.num_runs == 4
+
+
+async def test_a_prompt_that_is_too_long_fails_at_once() -> None:
+    player, records, workflow, _ = await make_player(raises(PromptTooLongError("long")))
+    player.play(make_order(indices=(0,)))
+    await player.wait_until_idle()
+    assert [f.reason for f in records.failures] == ["PROMPT_TOO_LONG"]
+    assert workflow.num_runs == 1
+
+
+async def test_a_bug_in_a_workflow_fails_its_slot_and_no_other() -> None:
+    player, records, _, _ = await make_player(raises(KeyError("answer"), times=1))
+    player.play(make_order(indices=(0, 1, 2)))
+    await player.wait_until_idle()
+    assert [f.reason for f in records.failures] == ["KeyError"]
+    assert len(records.trajectories) == 2
+
+
+async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> None:
+    player, records, _, _ = await make_player(forever)
+    player.play(make_order(indices=(0,), timeout_s=0.05))
+    await player.wait_until_idle()
+    (failure,) = records.failures
+    assert failure.reason == "DEADLINE_EXCEEDED"
+    assert "g0/0" in failure.detail
+    assert "0.05 s" in failure.detail
+
+
+async def test_a_cancelled_group_leaves_nothing_and_can_be_ordered_again() -> None:
+    player, records, workflow, _ = await make_player(forever, num_slots=2)
+    player.play(make_order(indices=range(4)))  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert player.cancel("g0") == 4
+    assert player.cancel("unknown") == 0
+    workflow._before = None
+    assert player.play(make_order(indices=(1,))) == 1
+    await player.wait_until_idle()
+    assert [t.index for t in records.trajectories] == [1]
+    assert records.failures == []
+    assert player.num_free_slots == 2
+
+
+async def test_a_group_cancelled_before_its_first_step_frees_its_slots() -> None:
+    player, records, _, _ = await make_player()
+    player.play(make_order())
+    player.cancel("g0")
+    await player.wait_until_idle()
+    assert records.all == []
+    assert player.num_free_slots == 8
+
+
+async def test_a_cancelled_rollout_stops_generating() -> None:
+    player, _, _, policy = await make_player(tokens_per_second=1.0)
+    player.play(make_order())
+    await asyncio.sleep(0.05)
+    assert policy.engine.health().running == 4
+    await player.close()
+    assert policy.engine.health().running == 0
+
+
+async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come_again() -> None:
+    player, records, _, policy = await make_player()
+    order = make_order(indices=(0,), required_versions={"model0": 3})
+    player.play(order)
+    await player.wait_until_idle()
+    assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
+    await policy.engine.update({}, 3)
+    assert player.play(order) == 1
+    await player.wait_until_idle()
+    assert len(records.trajectories) == 1
+
+
+async def test_an_evaluation_that_saw_a_swap_is_stale() -> None:
+    async def swap(context: WorkflowContext) -> None:
+        await policy.engine.update({}, 4)
+
+    player, records, _, policy = await make_player(swap)
+    player.play(make_order(indices=(0,), required_versions={"model0": 0}))
+    await player.wait_until_idle()
+    assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
+
+
+async def test_slots_of_a_group_draw_different_numbers_and_repeating_one_draws_the_same() -> None:
+    async def seeds_of_a_run() -> dict[int, int | None]:
+        player, _, _, policy = await make_player()
+        player.play(make_order(seed=5))
+        await player.wait_until_idle()
+        requests = policy.engine.requests  # type: ignore[attr-defined]
+        return {int(r.request_id.split("/")[1]): r.seed for r in requests}
+
+    first, second = await seeds_of_a_run(), await seeds_of_a_run()
+    assert first == second
+    assert len(set(first.values())) == 4
+
+
+async def test_a_dead_engine_leaves_slots_open_for_another_replica() -> None:
+    player, records, _, policy = await make_player()
+    await policy.engine.stop()
+    player.play(make_order())
+    await player.wait_until_idle()
+    assert records.all == []
+
+
+async def test_an_outcome_without_a_number_is_a_failure() -> None:
+    class Broken(Told):
+        async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+            outcome = await super().run(task, context)
+            return Outcome(sequences=outcome.sequences, reward=float("nan"))
+
+    player, records, _, _ = await make_player()
+    player._workflow = Broken(SingleTurnSettings())
+    player.play(make_order(indices=(0,)))
+    await player.wait_until_idle()
+    assert [f.reason for f in records.failures] == ["ValueError"]

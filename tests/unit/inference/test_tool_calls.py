@@ -1,0 +1,68 @@
+"""Reading tool calls, and telling the policy what is wrong with one."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.inference.workflows.tool_calls import (
+    MalformedCall,
+    ToolCall,
+    cut_in_the_middle,
+    find_call,
+    parse_json_call,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call", None),
+        ("a </tool_call> alone", None),
+        ("<tool_call>print(1)</tool_call>", "print(1)"),
+        ("so <tool_call>\nprint(1)\n</tool_call> then", "\nprint(1)\n"),
+        ("<tool_call>a</tool_call><tool_call>b</tool_call>", "a"),
+        ("<tool_call></tool_call>", ""),
+    ],
+)
+def test_the_first_call_of_a_turn_is_found(text: str, expected: str | None) -> None:
+    assert find_call(text) == expected
+
+
+def test_a_call_that_is_not_closed_is_malformed() -> None:
+    assert isinstance(find_call("<tool_call>print(1)"), MalformedCall)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"name": "run", "arguments": {"code": "1"}}', ToolCall(name="run", arguments={"code": "1"})),
+        ('\n{"name": "run"}\n', ToolCall(name="run", arguments={})),
+        ('{"name": "run", "arguments": {}} extra', "Extra data"),
+        ("{'name': 'run'}", "property name"),
+        ("print(1)", "not valid JSON"),
+        ("[1]", "one JSON object"),
+        ('{"arguments": {}}', '"name"'),
+        ('{"name": 1, "arguments": {}}', '"name"'),
+        ('{"name": "run", "arguments": "1"}', '"arguments"'),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"name": ' + "1" * 5000 + "}", "not valid JSON"),
+    ],
+)
+def test_a_json_call_is_read_or_its_error_is_named(content: str, expected: ToolCall | str) -> None:
+    call = parse_json_call(content)
+    if isinstance(expected, ToolCall):
+        assert call == expected
+    else:
+        assert isinstance(call, MalformedCall)
+        assert expected in call.error
+
+
+@pytest.mark.parametrize("max_chars", [16, 17, 64, 255, 256])
+def test_a_long_response_keeps_begin_and_end(max_chars: int) -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(1000))
+    cut = cut_in_the_middle(text, max_chars)
+    assert len(cut) == max_chars
+    assert cut[0] == text[0]
+    assert cut[-1] == text[-1]
+    assert "...(cut)..." in cut
+    assert cut_in_the_middle(text[:max_chars], max_chars) == text[:max_chars]

@@ -1,0 +1,124 @@
+"""Workflows, prompts and rewards from a recipe: what is built, and what is refused with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from services.common.config.services import WorkflowConfig
+from services.common.errors import ConfigError, DatasetError
+from services.common.types import StopReason, Task
+from services.inference.workflows.prompts import PromptSettings, build_messages
+from services.inference.workflows.registry import WORKFLOWS, build_workflow
+from services.inference.workflows.rewards import boxed_integer, build_grader
+from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
+
+
+def half(task: Mapping[str, Any], completion: str) -> float:
+    return 0.5
+
+
+async def slow_half(task: Mapping[str, Any], completion: str) -> float:
+    return 0.5
+
+
+def not_finite(task: Mapping[str, Any], completion: str) -> float:
+    return float("nan")
+
+
+@pytest.mark.parametrize("name", sorted(WORKFLOWS))
+def test_every_built_in_workflow_is_built_from_its_defaults(name: str) -> None:
+    assert hasattr(build_workflow(WorkflowConfig(name=name)), "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("tool_user", {}, "write one of single_turn, tool_use"),
+        ("no.such.module:Workflow", {}, "no module"),
+        ("services.inference.workflows.tools:PythonWithStandardIo", {}, "is no workflow"),
+        ("tool_use", {"max_turn": 3}, r"workflow\.settings\.max_turn: unknown key; did you mean 'max_turns'"),
+        ("tool_use", {"max_turns": 0}, r"workflow\.settings\.max_turns"),
+        ("tool_use", {"format": "xml"}, r"workflow\.settings\.format"),
+        ("single_turn", {"reward": "tests.unit.inference.test_workflow_settings:missing"}, "has no 'missing'"),
+    ],
+)
+def test_a_wrong_workflow_is_refused_with_its_path_and_what_to_write(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_workflow(WorkflowConfig(name=name, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "expected"),
+    [
+        ({"question": "q"}, {}, [("user", "q")]),
+        ({"problem": "p", "question": "q"}, {"prompt_field": "question"}, [("user", "q")]),
+        ({"question": "q"}, {"system": "s", "instruction": " now"}, [("system", "s"), ("user", "q now")]),
+        ({"messages": [{"role": "user", "content": "m"}], "question": "q"}, {}, [("user", "m")]),
+        (
+            {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "m"}]},
+            {"system": "s", "instruction": "!"},
+            [("system", "own"), ("user", "m!")],
+        ),
+    ],
+)
+def test_a_row_becomes_messages(
+    data: dict[str, Any], settings: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    messages = build_messages(PromptSettings(**settings), Task(task_id="t", data=data))
+    assert [(m["role"], m["content"]) for m in messages] == expected
+
+
+@pytest.mark.parametrize("data", [{}, {"answer": "4"}, {"question": 5}, {"messages": []}, {"messages": ["hi"]}])
+def test_a_row_without_a_prompt_is_named(data: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match="task t7"):
+        build_messages(PromptSettings(), Task(task_id="t7", data=data))
+
+
+@pytest.mark.parametrize("name", ["half", "slow_half"])
+async def test_a_reward_by_import_path_runs_here(name: str) -> None:
+    gateway = FakeGateway()
+    reward = await build_grader(f"{__name__}:{name}")(gateway, make_task(), "x")
+    assert reward.value == 0.5
+    assert gateway.graded == []
+
+
+async def test_a_reward_that_is_no_number_is_an_error_and_not_a_reward() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        await build_grader(f"{__name__}:not_finite")(FakeGateway(), make_task(), "x")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (r"\boxed{42}", 1.0),
+        (r"\boxed{ 42 }", 1.0),
+        (r"\boxed{41} no, \boxed{42}", 1.0),
+        (r"\boxed{42} no, \boxed{41}", 0.0),
+        (r"\boxed{42", 0.0),
+        ("42", 0.0),
+        (r"\boxed{42.0}", 0.0),
+        (r"\boxed{}", 0.0),
+    ],
+)
+def test_a_boxed_integer_is_read_strictly(completion: str, reward: float) -> None:
+    assert boxed_integer({"answer": "42"}, completion) == reward
+
+
+@pytest.mark.parametrize(("max_new_tokens", "stop_reason"), [(50, StopReason.STOP), (3, StopReason.LENGTH)])
+async def test_a_single_turn_is_one_sequence_with_its_reward(max_new_tokens: int, stop_reason: StopReason) -> None:
+    gateway = FakeGateway(reward=lambda task, completion: float("42" in completion))
+    policy = await served_policy(["It is \\boxed{42}"])
+    outcome = await SingleTurn(SingleTurnSettings()).run(
+        make_task(), make_context(policy, gateway, max_new_tokens=max_new_tokens)
+    )
+    (sequence,) = outcome.sequences
+    assert sequence.stop_reason is stop_reason
+    assert sequence.reward == outcome.reward == float(stop_reason is StopReason.STOP)
+    assert [s.is_policy for s in sequence.segments] == [False, True]
+    assert gateway.graded[0][0] == "math"
