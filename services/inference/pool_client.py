@@ -63,6 +63,7 @@ class PoolMember(Protocol):
 
     def welcome(self, run_id: str, envgateway_address: str) -> None: ...
     def run_task_group(self, order: TaskGroupOrder) -> None: ...
+    def refuse_task_group(self, task_group_id: str, indices: tuple[int, ...], error: MillraceError) -> None: ...
     def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
     def new_version(self, version: WeightVersion) -> None: ...
     def drain(self, reason: str) -> None: ...
@@ -171,7 +172,7 @@ class PoolClient:
             member.welcome(response.welcome.run_id, response.welcome.envgateway_address)
             self._welcomed.set()
         elif command == "run_task_group":
-            member.run_task_group(order_from_proto(response.run_task_group))
+            self._order(response.run_task_group)
         elif command == "cancel_task_group":
             member.cancel_task_group(response.cancel_task_group.task_group_id, response.cancel_task_group.reason)
         elif command == "new_version":
@@ -181,6 +182,15 @@ class PoolClient:
             member.drain(response.drain.reason)
         else:
             log.warning("pool.unknown_command")  # a newer orchestrator: what we do not know we leave alone
+
+    def _order(self, proto: pool_pb2.RunTaskGroup) -> None:
+        try:
+            order = order_from_proto(proto)
+        except MillraceError as error:  # this order's mistake: its slots fail, membership and the others go on
+            log.error("pool.unreadable_order", task_group=proto.task_group_id, error=error.message)
+            self._member.refuse_task_group(proto.task_group_id, tuple(proto.indices), error)
+        else:
+            self._member.run_task_group(order)
 
     def _count_lease_loss(self, error: LeaseLostError) -> None:
         now = time.monotonic()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from services.common.errors import InfrastructureError
+from services.common.errors import InfrastructureError, MillraceError
 from services.common.types import TaskGroupOrder, WeightVersion
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
@@ -47,6 +47,9 @@ class Replica:
 
     def run_task_group(self, order: TaskGroupOrder) -> None:
         self._player.play(order)
+
+    def refuse_task_group(self, task_group_id: str, indices: tuple[int, ...], error: MillraceError) -> None:
+        self._player.refuse(task_group_id, indices, error)
 
     def cancel_task_group(self, task_group_id: str, reason: str) -> None:
         ended = self._player.cancel(task_group_id)

@@ -16,10 +16,10 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import xxhash
@@ -41,6 +41,7 @@ log = structlog.get_logger(__name__)
 
 SlotKey = tuple[str, int]  # (task group, index)
 Record = Trajectory | RolloutFailure
+_Slot = Coroutine[Any, Any, None]
 
 _RETRYABLE = (InfrastructureError, EpisodeNotFoundError, CapacityError, DeadlineError)
 _REMEMBERED_SLOTS = 65536
@@ -99,23 +100,15 @@ class RolloutPlayer:
 
     def play(self, order: TaskGroupOrder) -> int:
         """Start the slots of an order that are not known here; returns how many that are."""
-        playing = self._groups.setdefault(order.task_group_id, {})
-        started = 0
-        for index in order.indices:
-            if index in playing or (order.task_group_id, index) in self._finished:
-                self.counters.repeated += 1
-                continue
-            task = asyncio.create_task(self._slot(order, index), name=f"rollout {order.task_group_id}/{index}")
-            playing[index] = task
-            self._tasks.add(task)
-            # Not a `finally` in the task: one that is cancelled before its first step never enters its body.
-            task.add_done_callback(partial(self._leave, order.task_group_id, index))
-            started += 1
-        if self._tasks:
-            self._idle.clear()
-        if not playing:
-            del self._groups[order.task_group_id]
-        return started
+        return self._start(order.task_group_id, order.indices, partial(self._slot, order))
+
+    def refuse(self, task_group_id: str, indices: Iterable[int], error: MillraceError) -> None:
+        """Fail the slots of an order that cannot be played as it is."""
+
+        async def fail(index: int) -> None:
+            await self._hand_over(self._failure(task_group_id, index, error.reason, error.message))
+
+        self._start(task_group_id, indices, fail)
 
     def cancel(self, task_group_id: str) -> int:
         """Stop playing a task group and forget it; returns how many rollouts that ended."""
@@ -151,19 +144,40 @@ class RolloutPlayer:
 
     # -- one slot -----------------------------------------------------------------------------------------------
 
+    def _start(self, task_group_id: str, indices: Iterable[int], play: Callable[[int], _Slot]) -> int:
+        playing = self._groups.setdefault(task_group_id, {})
+        started = 0
+        for index in indices:
+            if index in playing or (task_group_id, index) in self._finished:
+                self.counters.repeated += 1
+                continue
+            task = asyncio.create_task(play(index), name=f"rollout {task_group_id}/{index}")
+            playing[index] = task
+            self._tasks.add(task)
+            # Not a `finally` in the task: one that is cancelled before its first step never enters its body.
+            task.add_done_callback(partial(self._leave, task_group_id, index))
+            started += 1
+        if self._tasks:
+            self._idle.clear()
+        if not playing:
+            del self._groups[task_group_id]
+        return started
+
     async def _slot(self, order: TaskGroupOrder, index: int) -> None:
         async with self._slots:
             record = await self._record(order, index)
-            if record is None:
-                return
-            await self._sink.send(record)
+            if record is not None:
+                await self._hand_over(record)
+
+    async def _hand_over(self, record: Record) -> None:
+        await self._sink.send(record)
         if isinstance(record, Trajectory):
             self.counters.trajectories += 1
         else:
             self.counters.failures += 1
             if record.reason == WeightsStaleError.reason:
                 return
-        self._remember((order.task_group_id, index))
+        self._remember((record.task_group_id, record.index))
 
     async def _record(self, order: TaskGroupOrder, index: int) -> Record | None:
         """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
@@ -173,10 +187,10 @@ class RolloutPlayer:
         except MillraceError as error:
             if not all(p.engine.health().ok for p in self._policies.values()):
                 return None  # no record: another replica plays the slot when this one's lease has run out
-            return self._failure(order, index, error.reason, error.message)
+            return self._failure(order.task_group_id, index, error.reason, error.message)
         except Exception as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
             log.exception("rollout.crashed", task_group=order.task_group_id, index=index)
-            return self._failure(order, index, type(error).__name__, str(error))
+            return self._failure(order.task_group_id, index, type(error).__name__, str(error))
         return Trajectory(
             task_group_id=order.task_group_id,
             index=index,
@@ -234,10 +248,10 @@ class RolloutPlayer:
                 held = "not served here" if policy is None else f"at version {policy.engine.version}"
                 raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
 
-    def _failure(self, order: TaskGroupOrder, index: int, reason: str, detail: str) -> RolloutFailure:
-        log.warning("rollout.failed", task_group=order.task_group_id, index=index, reason=reason, detail=detail)
+    def _failure(self, task_group_id: str, index: int, reason: str, detail: str) -> RolloutFailure:
+        log.warning("rollout.failed", task_group=task_group_id, index=index, reason=reason, detail=detail)
         return RolloutFailure(
-            task_group_id=order.task_group_id, index=index, reason=reason, detail=detail, replica_id=self._replica_id
+            task_group_id=task_group_id, index=index, reason=reason, detail=detail, replica_id=self._replica_id
         )
 
     def _remember(self, key: SlotKey) -> None:

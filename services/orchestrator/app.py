@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -55,6 +57,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         if not failed.done():
             failed.set_exception(error)
 
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: _stop_on_bug(context, fail))
     journal = Journal(
         settings.journal_dir,
         segment_bytes=recipe.orchestrator.segment_bytes,
@@ -104,6 +107,16 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             await server.stop()
             await journal.close()
             ring.metrics.close()
+
+
+def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None]) -> None:
+    """An exception in a callback, such as the dispatcher's, has no caller to tell: the process stops and can be started
+    again, which is better than a run that silently stands still."""
+    error = context.get("exception")
+    log.error("loop.exception", message=context["message"], exc_info=error)
+    # grpc's poller raises BlockingIOError on a spurious wake-up, which is harmless.
+    if error is not None and "handle" in context and not isinstance(error, BlockingIOError):
+        fail(error)
 
 
 async def _live_and_part(ring: Ring) -> None:

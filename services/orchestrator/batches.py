@@ -166,27 +166,9 @@ class Batches:
     def _read(self, training_step: int) -> Batch:
         reader = self._open_reader()
         try:
-            key = records.batch_key(self.policy, training_step)
-            found = reader.find(records.BATCH, [key]).get(key)
-            if found is None:
-                raise CorruptDataError(f"the batch of step {training_step} of {self.policy} is not in the journal")
-            record = records.batch_from_json(found)
-            places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
-            keys = [records.trajectory_key(group, index) for group, index, _ in places]
-            found_all = reader.find(records.TRAJECTORY, keys)
-            missing = sorted(set(keys) - set(found_all))
-            if missing:
-                raise CorruptDataError(
-                    f"the batch of step {training_step} of {self.policy} lacks trajectories {', '.join(missing[:5])}"
-                )
-            trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
+            return read_batch(reader, self.policy, training_step)
         finally:
             reader.close()
-        sequences = {
-            entry.sequence_id: trajectories[key].sequences[position]
-            for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
-        }
-        return Batch(record=record, sequences=sequences, replayed=True)
 
     def _note(self, record: BatchRecord) -> None:
         self.newest_step = max(self.newest_step, record.training_step)
@@ -198,3 +180,24 @@ class Batches:
         for step in sorted(self._recent)[:-KEPT_IN_MEMORY]:
             if step != batch.record.training_step:
                 del self._recent[step]
+
+
+def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
+    """A recorded batch from the journal, also without an orchestrator; ``CorruptDataError`` when it is not whole there."""
+    key = records.batch_key(policy, training_step)
+    found = reader.find(records.BATCH, [key]).get(key)
+    if found is None:
+        raise CorruptDataError(f"the batch of step {training_step} of {policy} is not in the journal")
+    record = records.batch_from_json(found)
+    places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
+    keys = [records.trajectory_key(group, index) for group, index, _ in places]
+    found_all = reader.find(records.TRAJECTORY, keys)
+    missing = sorted(set(keys) - set(found_all))
+    if missing:
+        raise CorruptDataError(f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(missing[:5])}")
+    trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
+    sequences = {
+        entry.sequence_id: trajectories[key].sequences[position]
+        for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
+    }
+    return Batch(record=record, sequences=sequences, replayed=True)

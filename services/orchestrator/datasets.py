@@ -7,6 +7,8 @@ file is streamed and only line offsets stay in memory. Knows nothing about order
 from __future__ import annotations
 
 import functools
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -55,6 +57,7 @@ class JsonlSource:
         self._path = path
         self._id_field = id_field
         offsets: list[int] = []
+        lengths: list[int] = []
         rows: list[int] = []
         seen: dict[str, int] = {}
         try:
@@ -67,6 +70,7 @@ class JsonlSource:
                         where = f"{path}, row {number}"
                         _named(_parse(line, where), id_field, number, where, seen)
                         offsets.append(offset)
+                        lengths.append(len(line))
                         rows.append(number)
                     offset += len(line)
         except OSError as error:
@@ -74,17 +78,18 @@ class JsonlSource:
         if not offsets:
             raise DatasetError(f"dataset file {path} holds no rows")
         self._offsets = np.asarray(offsets, dtype=np.int64)
+        self._lengths = np.asarray(lengths, dtype=np.int32)
         self._numbers = np.asarray(rows, dtype=np.int64)
-        self._file = path.open("rb")
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable even when the file is replaced
+        weakref.finalize(self, os.close, self._fd)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def __getitem__(self, row: int) -> Task:
-        self._file.seek(int(self._offsets[row]))
         number = int(self._numbers[row])
         where = f"{self._path}, row {number}"
-        data = _parse(self._file.readline(), where)
+        data = _parse(os.pread(self._fd, int(self._lengths[row]), int(self._offsets[row])), where)
         return Task(task_id=_task_id(data, self._id_field, number, where), data=data)
 
 

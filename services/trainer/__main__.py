@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
-from services.common.errors import MillraceError
-from services.common.process import die_with_parent_if_asked
+from services.common.errors import MillraceError, UserError
+from services.common.process import DIE_WITH_PARENT, die_with_parent_if_asked
+from services.trainer.config import parse
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer",
-        description="Train one policy of a run: pull batches, update, publish weight versions.",
-        epilog="Several ranks: torchrun --standalone --nproc-per-node=N -m services.trainer --policy P --orchestrator ADDR",
-    )
-    parser.add_argument("--policy", required=True, help="the policy to train, as the recipe names it")
-    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT", help="the orchestrator's address")
-    parser.add_argument(
-        "--run-dir",
-        type=Path,
-        default=None,
-        help="where to keep checkpoints and logs; left out, the run directory that the orchestrator names",
-    )
-    arguments = parser.parse_args()
+def main() -> int:
+    settings = parse()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not whoever started torchrun
     die_with_parent_if_asked()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from services.trainer.app import run_trainer
 
     try:
-        run_trainer(arguments.policy, arguments.orchestrator, arguments.run_dir)
+        run_trainer(settings)
     except MillraceError as error:
-        sys.exit(f"error: {error.message}")
+        sys.stderr.write(f"trainer: {error.message}\n")
+        return 2 if isinstance(error, UserError) else 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

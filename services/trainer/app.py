@@ -271,6 +271,7 @@ async def _serve(config: PolicyConfig, policy: str, run_id: str, client: Orchest
         host="127.0.0.1",
         port=config.trainer.port,
         run_id=run_id,
+        port_setting=f"policies.{policy}.trainer.port",
     )
     server.set_gauges(dict, lambda: {"state": client.report.state})
     await server.start()

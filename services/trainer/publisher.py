@@ -54,6 +54,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         host=arguments.host,
         port=arguments.port,
         run_id=arguments.run_id,
+        port_setting=f"policies.{arguments.policy}.weights.port",
     )
     server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
     server.set_gauges(lambda: {"newest_version": store.newest, "bytes_sent": servicer.num_bytes_sent})

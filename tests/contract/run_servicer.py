@@ -25,6 +25,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self.ended = asyncio.Event()
         self.release = asyncio.Event()
         self.num_messages = 3
+        self.message_size = 0
+        self.ended_in: asyncio.Task[Any] | None = None
+        self.began_in: asyncio.Task[Any] | None = None
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
         self.num_calls += 1
@@ -37,14 +40,17 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
         """One message at once, the others when released; then the failure, if there is one."""
         self.num_calls += 1
+        self.began_in = asyncio.current_task()
         try:
             for number in range(self.num_messages):
                 if number == 1:
                     await self.release.wait()
-                yield run_pb2.WatchRunResponse(progress=run_pb2.RunProgress(tokens_per_s=number))
+                waits = ["x" * self.message_size]
+                yield run_pb2.WatchRunResponse(progress=run_pb2.RunProgress(tokens_per_s=number, waits=waits))
             if self.failure is not None:
                 raise self.failure()
         finally:
+            self.ended_in = asyncio.current_task()
             self.ended.set()
 
 

@@ -12,9 +12,11 @@ import structlog
 from structlog.contextvars import bound_contextvars
 from structlog.testing import LogCapture
 
-from services.common.errors import InfrastructureError, WeightsStaleError
+from services.common.errors import DeadlineError, InfrastructureError, WeightsStaleError
 from services.common.pb import environment_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
 from services.common.rpc.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
+from services.common.rpc.run_client import fetch_run
+from services.common.rpc.streams import call_cancellation_is_an_error
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.contract.test_errors import free_port
@@ -158,3 +160,41 @@ async def test_streams_carry_the_ids_and_release_them_when_they_are_cancelled(ev
 def test_ids_that_http_refuses_are_left_out() -> None:
     with bound_contextvars(run="läuft", request="a\nb"):
         assert call_metadata() == ()
+
+
+async def test_a_stream_whose_call_was_cancelled_is_an_infrastructure_error(served: Served) -> None:
+    async def read() -> None:
+        with translated_errors("orchestrator"), call_cancellation_is_an_error("WatchRun"):
+            await call.read()
+            await call.read()
+
+    call = watch(served.connection)
+    reader = asyncio.ensure_future(read())
+    while served.servicer.num_calls == 0:
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(InfrastructureError, match="WatchRun"):
+        await reader
+
+
+async def test_cancelling_the_reader_itself_stays_a_cancellation(served: Served) -> None:
+    async def read() -> None:
+        with translated_errors("orchestrator"), call_cancellation_is_an_error("WatchRun"):
+            await call.read()
+            await call.read()
+
+    call = watch(served.connection)
+    reader = asyncio.ensure_future(read())
+    while served.servicer.num_calls == 0:
+        await asyncio.sleep(0.01)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+
+
+async def test_asking_an_orchestrator_that_is_not_there_names_address_and_remedy() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(DeadlineError) as caught:
+        await fetch_run(address, timeout_s=0.3)
+    assert address in caught.value.message
+    assert "python -m services.orchestrator" in caught.value.message

@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from services.common import errors
+from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import errors_pb2
 from services.common.rpc.channel import channel, translated_errors
@@ -139,7 +140,7 @@ async def test_a_call_that_waits_for_a_peer_in_vain_is_a_deadline_error_that_nam
             pytest.raises(DeadlineError, match=r"^the orchestrator: DEADLINE_EXCEEDED"),
             translated_errors("the orchestrator"),
         ):
-            await get_run(connection, timeout_s=0.3)
+            await get_run(connection, timeout_s=2.5)  # longer than four attempts without waiting take
 
 
 async def test_a_client_that_leaves_ends_the_stream_without_an_error(served: Served) -> None:
@@ -149,4 +150,23 @@ async def test_a_client_that_leaves_ends_the_stream_without_an_error(served: Ser
         call.cancel()
         await served.servicer.ended.wait()
         await get_run(served.connection)
+    assert [event["event"] for event in logs if event["log_level"] in ("error", "warning")] == []
+
+
+async def test_a_client_that_leaves_while_the_server_writes_is_no_error_and_ends_the_stream_at_once(
+    served: Served,
+) -> None:
+    """More than fits into the windows of HTTP/2, so that the servicer is suspended where it yields."""
+    served.servicer.num_messages = 100
+    served.servicer.message_size = 1_000_000
+    served.servicer.release.set()
+    with capture_logs() as logs:
+        call = watch(served.connection)
+        await call.read()
+        call.cancel()
+        async with deadline(30.0, "the end of the stream"):
+            await served.servicer.ended.wait()
+        await get_run(served.connection)
+    # Ended in the task of the call, where its context is, and not by the garbage collector.
+    assert served.servicer.ended_in is served.servicer.began_in
     assert [event["event"] for event in logs if event["log_level"] in ("error", "warning")] == []

@@ -82,6 +82,8 @@ class ErrorInterceptor(CallInterceptor):
             yield
         except grpc.aio.AbortError:
             raise  # told already
+        except grpc.aio.InternalError:
+            log.debug("rpc.client_left", method=method)  # in the middle of a write; nobody is there to be told
         except MillraceError as error:
             log.info("rpc.refused", method=method, reason=error.reason, error=error.message)
             await context.abort_with_status(to_status(error))

@@ -1,0 +1,113 @@
+"""``millrace check``: everything that can be known to be wrong before a process starts.
+
+The schema is checked by loading; here it is what the recipe names: data, workflow, rewards, models, ports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.plan import plan, ports_in_use
+from services.common.config.data import DatasetConfig
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError, MillraceError
+from services.common.importing import load_object
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
+    problems = ports_in_use(recipe)
+    checks: list[Callable[[], object]] = [
+        lambda: _check_data("data.train", recipe.data.train),
+        lambda: _check_data("data.evaluation", recipe.data.evaluation),
+        lambda: _check_workflow(recipe),
+        lambda: _check_models(recipe),
+        lambda: _check_warm_start(recipe),
+    ]
+    for check in checks:
+        try:
+            check()
+        except MillraceError as error:
+            problems.append(error.message)
+    if problems:
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def describe(recipe: Recipe) -> RenderableType:
+    """What would be started, and on what."""
+    processes = Table(box=None, header_style="dim")
+    for column in ("process", "address", "command"):
+        processes.add_column(column)
+    for spec in plan(recipe, Path(recipe.run.dir) / (recipe.run.id or "RUN")):
+        address = spec.address if not spec.address.endswith(":0") else "a free port"
+        processes.add_row(spec.name, address, " ".join(["python", *spec.argv[1:]]))
+    policies = Table(box=None, header_style="dim")
+    for column in ("policy", "model", "loss", "batch", "staleness", "ranks"):
+        policies.add_column(column)
+    for name, policy in recipe.policies.items():
+        policies.add_row(
+            name,
+            policy.model.path or "made by the warm start",
+            policy.algorithm.name,
+            f"{policy.batch.size} sequences in {policy.batch.minibatches}",
+            f"≤ {policy.batch.max_staleness}",
+            str(policy.trainer.num_ranks),
+        )
+    return Group(
+        Text(f"{recipe.name} is ready to run: {recipe.run.steps} training steps", style="bold green"), policies, processes
+    )
+
+
+def _check_data(where: str, config: DatasetConfig | None) -> None:
+    if config is None:
+        return
+    if config.generator is None and config.path is not None and not Path(config.path).exists():
+        if Path(config.path).suffix in (".jsonl", ".json", ".ndjson") or config.path.startswith(("/", ".")):
+            raise ConfigError(f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name")
+        return  # a hub name: fetched on first use
+    from services.orchestrator.datasets import open_source
+
+    try:
+        tasks = open_source(config, config.seed)
+    except MillraceError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    if not len(tasks):
+        raise ConfigError(f"{where}: the dataset has no rows")
+
+
+def _check_workflow(recipe: Recipe) -> None:
+    from services.inference.workflows.registry import build_workflow
+
+    build_workflow(recipe.workflow)
+
+
+def _check_models(recipe: Recipe) -> None:
+    for name, policy in recipe.policies.items():
+        path = policy.model.path
+        if path is None:
+            continue
+        looks_local = path.startswith(("/", ".", "~"))
+        if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+            raise ConfigError(
+                f"policies.{name}.model.path: {path} holds no config.json; write a Hugging Face model directory or a hub name"
+            )
+
+
+def _check_warm_start(recipe: Recipe) -> None:
+    if recipe.warm_start is None:
+        return
+    for key in ("builder", "dialogues"):
+        value: str = getattr(recipe.warm_start, key)
+        if key == "dialogues" and Path(value).is_file():
+            continue
+        try:
+            found = load_object(value)
+        except MillraceError as error:
+            raise ConfigError(f"warm_start.{key}: {error.message}") from None
+        if not callable(found):
+            raise ConfigError(f"warm_start.{key}: {value} is no function")

@@ -1,0 +1,111 @@
+"""Whole runs as a user starts them: ``millrace run`` on a cut-down quickstart, real processes, real gRPC."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN_TIMEOUT_S = 240.0
+
+# The quickstart's own recipe, made small: what is tested is the ring, not the learning.
+SMALL = [
+    "warm_start.steps=12",
+    "warm_start.batch_size=64",
+    "policies.model0.batch.size=32",
+    "policies.model0.batch.dynamic_sampling=false",
+    "policies.model0.trainer.checkpoint_every=2",
+    "inference.a.num_slots=32",
+    "data.evaluation.limit=16",
+]
+
+
+class Run:
+    """One ``millrace run`` in a process of its own."""
+
+    def __init__(self, directory: Path, name: str, *settings: str) -> None:
+        self.directory = directory / name
+        sets = [f"run.dir={directory}", f"run.id={name}", *SMALL, *settings]
+        arguments = [part for setting in sets for part in ("--set", setting)]
+        self._output = (directory / f"{name}.out").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *arguments, "--json"],
+            cwd=REPOSITORY,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    @property
+    def output(self) -> str:
+        return Path(self._output.name).read_text()
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of the orchestrator's metrics written so far."""
+        path = self.directory / "metrics" / "orchestrator.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_bytes().splitlines()
+        return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
+
+    def steps(self) -> int:
+        return max((row["step"] for row in self.rows("training_step")), default=0)
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = RUN_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s:\n{self.output}"
+            time.sleep(0.05)
+
+    def kill(self, process: str) -> None:
+        """kill -9 one of the run's processes."""
+        pids: dict[str, int] = json.loads((self.directory / "pids.json").read_text())
+        os.kill(pids[process], signal.SIGKILL)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end and return the object on the last line."""
+        code = self.process.wait(RUN_TIMEOUT_S)
+        assert code == 0, self.output
+        result: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
+        return result
+
+    def address_of(self, *path: str) -> str:
+        section: Any = json.loads((self.directory / "recipe.json").read_text())
+        for key in path:
+            section = section[key]
+        return f"127.0.0.1:{section['port']}"
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every line of the journal's segments."""
+        segments = sorted((self.directory / "journal").rglob("*.jsonl"))
+        return [orjson.loads(line) for segment in segments for line in segment.read_bytes().splitlines()]
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self._output.close()
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(name: str, *settings: str) -> Run:
+        runs.append(Run(tmp_path, name, *settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.stop()

@@ -1,0 +1,91 @@
+"""Invariant 8: any process may die at any moment, and the run goes on, or resumes when it is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, Run
+
+pytestmark = pytest.mark.slow
+
+StartRun = Callable[..., Run]
+
+
+def slots_recorded(run: Run) -> Counter[tuple[str, int]]:
+    return Counter((r["task_group_id"], r["index"]) for r in run.records() if "task_group_id" in r and "index" in r)
+
+
+def trained_ids(run: Run) -> None:
+    assert max(slots_recorded(run).values()) == 1, "a slot has two durable records"
+
+
+def test_a_run_finishes_with_every_service_killed_once(start_run: StartRun) -> None:
+    run = start_run("kills", "run.steps=8")
+    run.wait_for(lambda: run.steps() >= 1, "the first training step")
+    run.kill("trainer-model0")
+    run.wait_for(lambda: run.steps() >= 3, "a step after the trainer was killed")
+    run.kill("orchestrator")
+    run.wait_for(lambda: run.steps() >= 5, "a step after the orchestrator was killed")
+    run.kill("inference-a")
+    result = run.finish()
+    assert run.steps() == 8
+    assert result["max_staleness"] <= 1
+    trained_ids(run)
+
+
+def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_run: StartRun) -> None:
+    run = start_run("replicas", "run.steps=12", "launch.restarts=0")
+    run.wait_for(lambda: run.steps() >= 1, "the first training step")
+    late = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "services.inference", "--name", "late"),
+            *("--orchestrator", run.address_of("orchestrator"), "--num-slots", "16"),
+        ],
+        cwd=REPOSITORY,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        run.wait_for(lambda: any(r["replicas"] >= 2 for r in run.rows("throughput")), "the second replica's joining")
+        before = run.steps()
+        run.wait_for(
+            lambda: any(r.get("replica_id") == "late" for r in run.records()), "a trajectory of the second replica"
+        )
+        late.send_signal(signal.SIGKILL)
+        late.wait(10)
+        result = run.finish()
+    finally:
+        late.kill()
+        late.wait(10)
+    assert run.steps() == 12 > before
+    assert result["max_staleness"] <= 1
+    trained_ids(run)
+    failures = [r for r in run.records() if r.get("reason") and "index" in r]
+    assert not failures, "slots of the killed replica were re-issued, not given up"
+
+
+def test_a_launcher_that_is_stopped_goes_on_where_it_stood(start_run: StartRun, tmp_path: object) -> None:
+    run = start_run("resumed", "run.steps=6")
+    run.wait_for(lambda: run.steps() >= 3, "the third training step")
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(60) == 130
+    done = run.steps()
+    resumed = subprocess.run(
+        [sys.executable, "-m", "services.cli", "run", "--resume", str(run.directory), "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert run.steps() == 6 > done >= 3
+    trained_ids(run)

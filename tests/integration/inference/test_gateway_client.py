@@ -1,0 +1,119 @@
+"""The gateway over real gRPC: answers are converted, broken machinery is never an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import orjson
+import pytest
+
+from services.common.errors import CapacityError, ConfigError, EpisodeNotFoundError, InfrastructureError
+from services.common.pb import environment_pb2 as env
+from services.inference.gateway_client import GatewayClient
+from services.inference.gauges import WaitShares
+from services.inference.workflows.base import ExecutionStatus
+from tests.integration.inference.peers import FakeGatewayServer
+from tests.unit.inference.fakes import make_task
+
+
+@pytest.fixture
+async def gateway(gateway_server: FakeGatewayServer) -> AsyncIterator[GatewayClient]:
+    client = GatewayClient(WaitShares(1))
+    client.connect(gateway_server.address)
+    yield client
+    await client.stop()
+
+
+@pytest.mark.parametrize("status", list(ExecutionStatus))
+async def test_what_a_program_did_is_an_answer(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, status: ExecutionStatus
+) -> None:
+    number = env.ExecutionStatus.Value(f"EXECUTION_STATUS_{status.name}")
+    gateway_server.answer(env.ExecuteCodeResponse(status=number, stdout="out", stderr="err", detail="why"))
+    execution = await gateway.execute_code("x", stdin=b"in", print_trailing_expression=True)
+    assert (execution.status, execution.stdout, execution.stderr, execution.detail) == (status, "out", "err", "why")
+    (request,) = gateway_server.requests
+    assert (request.code, request.stdin, request.language) == ("x", b"in", "python")
+    assert request.print_trailing_expression
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        env.ExecuteCodeResponse(status=env.EXECUTION_STATUS_INFRA_ERROR, detail="fork server died"),
+        env.ExecuteCodeResponse(status=env.EXECUTION_STATUS_CANCELLED),
+        env.ExecuteCodeResponse(),
+    ],
+    ids=["infra", "cancelled", "unset"],
+)
+async def test_broken_machinery_is_no_answer(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, answer: env.ExecuteCodeResponse
+) -> None:
+    gateway_server.answer(answer)
+    with pytest.raises(InfrastructureError):
+        await gateway.execute_code("x")
+
+
+async def test_a_full_gateway_is_asked_again_with_the_same_request(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer
+) -> None:
+    gateway_server.answer(CapacityError("full", retry_after_s=0.2), CapacityError("full", retry_after_s=0.2))
+    began = time.monotonic()
+    assert (await gateway.execute_code("x")).status is ExecutionStatus.OK
+    assert time.monotonic() - began >= 0.4
+    assert len({request.request_id for request in gateway_server.requests}) == 1
+    assert len(gateway_server.requests) == 3
+
+
+async def test_text_that_is_no_unicode_can_be_sent(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    await gateway.execute_code("print('\ud800')")
+    assert gateway_server.requests[0].code == "print('?')"
+
+
+async def test_a_reward_is_converted(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    gateway_server.answer(env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_UNPARSED, reward=0.0))
+    reward = await gateway.compute_reward("math", make_task(), "no answer")
+    assert reward.unparsed
+    assert reward.value == 0.0
+    (request,) = gateway_server.requests
+    assert (request.reward, request.completion) == ("math", "no answer")
+    assert orjson.loads(request.task_json)["answer"] == "42"
+
+
+async def test_a_grader_that_failed_gave_no_reward(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    gateway_server.answer(env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_GRADER_FAILED, reward=0.0))
+    with pytest.raises(InfrastructureError, match="grader"):
+        await gateway.compute_reward("math", make_task(), "x")
+
+
+async def test_an_episode_is_played(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    episode = await gateway.create_episode("house", make_task(), seed=3)
+    assert (episode.episode_id, episode.observation, episode.admissible_actions) == ("e1", "look", ("go",))
+    assert episode.tools == ({"type": "function"},)
+    step = await gateway.step("e1", 1, "go")
+    assert (step.observation, step.reward, step.done, step.metrics) == ("end", 0.5, True, {"tool_errors": 1.0})
+    await gateway.close("e1")
+
+
+async def test_an_episode_that_is_gone_says_so(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    gateway_server.answer(EpisodeNotFoundError("e1 expired"))
+    with pytest.raises(EpisodeNotFoundError, match="expired"):
+        await gateway.step("e1", 1, "go")
+
+
+async def test_a_gateway_that_comes_late_is_waited_for(gateway_server: FakeGatewayServer) -> None:
+    await gateway_server.stop()
+    client = GatewayClient(WaitShares(1))
+    client.connect(gateway_server.address)
+    call = asyncio.create_task(client.execute_code("x"))
+    await asyncio.sleep(0.3)
+    await gateway_server.start()
+    assert (await call).stdout == "x\n"
+    await client.stop()
+
+
+async def test_a_run_without_a_gateway_says_what_to_write() -> None:
+    with pytest.raises(ConfigError, match="envgateway"):
+        await GatewayClient(WaitShares(1)).execute_code("x")

@@ -1,0 +1,223 @@
+"""A replica in the pool over real gRPC: broken streams, lost leases, repeated orders, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
+from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.rpc.channel import channel
+from services.inference.emission import EmissionLog
+from services.inference.gateway_client import GatewayClient
+from services.inference.gauges import WaitShares
+from services.inference.loading import LoadedPolicy
+from services.inference.pool_client import PoolClient, ReplicaIdentity
+from services.inference.replica import Replica
+from services.inference.rollout import RolloutPlayer
+from services.inference.trajectory_sender import TrajectorySender
+from services.inference.weightless import AnnouncedVersions
+from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
+from tests.unit.inference.fakes import make_order, served_policy
+
+
+class Member:
+    """All parts of a replica but its process."""
+
+    def __init__(self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient) -> None:
+        self.replica = replica
+        self.player = player
+        self.sender = sender
+        self.pool = pool
+        self.membership: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def joined(
+    orchestrator: FakeOrchestrator, *, engine: dict[str, Any] | None = None, **settings: float
+) -> AsyncIterator[Member]:
+    emissions = EmissionLog()
+    policy = await served_policy(["hello"], version=-1, on_tokens=emissions.on_tokens, **(engine or {}))
+    weights = AnnouncedVersions("model0", policy.engine)
+    waits = WaitShares(8)
+    gateway = GatewayClient(waits)
+    async with channel(orchestrator.address) as connection:
+        sender = TrajectorySender(pool_pb2_grpc.PoolServiceStub(connection), replica_id="a", incarnation="i1")
+        player = RolloutPlayer(
+            workflow=SingleTurn(SingleTurnSettings(reward="tests.integration.inference.peers:one")),
+            policies={"model0": policy},
+            gateway=gateway,
+            sink=sender,
+            replica_id="a",
+            num_slots=8,
+            infra_retries=0,
+            waits=waits,
+        )
+        policies = {"model0": LoadedPolicy(served=policy, weights=weights)}
+        replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
+        identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8, labels={"engine": "scripted"})
+        pool = PoolClient(connection, identity, replica, **{"report_period_s": 0.05, **settings})
+        member = Member(replica, player, sender, pool)
+        member.membership = asyncio.create_task(pool.run())
+        others = [asyncio.create_task(work) for work in (sender.run(), weights.run())]
+        try:
+            yield member
+        finally:
+            for task in (member.membership, *others):
+                task.cancel()
+            await asyncio.gather(member.membership, *others, return_exceptions=True)
+            await player.close()
+            await gateway.stop()
+
+
+async def holds(orchestrator: FakeOrchestrator, number: int) -> None:
+    orchestrator.announce("model0", number)
+    await until(
+        lambda: any(v.number == number for r in orchestrator.reports[-1:] for v in r.held_versions), f"version {number}"
+    )
+
+
+async def test_a_replica_joins_reports_and_plays(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator):
+        await until(lambda: orchestrator.reports)
+        assert orchestrator.joins[0].held_versions[0].number == -1
+        assert dict(orchestrator.joins[0].labels) == {"engine": "scripted"}
+        await holds(orchestrator, 0)
+        orchestrator.order(make_order(indices=(0, 3)))
+        await until(lambda: len(orchestrator.records) == 2)
+        report = orchestrator.reports[-1]
+        assert (report.replica_id, report.incarnation, report.num_free_slots) == ("a", "i1", 8)
+        await until(lambda: orchestrator.reports[-1].num_generated_tokens > 0)
+        assert any(r.emission_intervals for r in orchestrator.reports)
+        assert "share_waiting_generation" in orchestrator.reports[-1].gauges
+    trajectory = orchestrator.records[0].trajectory
+    assert trajectory.reward == 1.0
+    assert {s.weight_version for s in trajectory.sequences[0].segments} == {-1, 0}
+
+
+async def test_a_broken_stream_is_joined_again_by_the_same_incarnation(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator, engine={"latency_s": 1.0}) as member:
+        await holds(orchestrator, 0)
+        orchestrator.order(make_order())
+        await until(lambda: member.player.num_running == 4)
+        await orchestrator.stop()
+        await orchestrator.start()
+        await until(lambda: len(orchestrator.joins) == 2)
+        again = orchestrator.joins[1]
+        assert again.incarnation == "i1"
+        assert list(again.running_task_group_ids) == ["g0"]
+        assert again.held_versions[0].number == 0
+        orchestrator.order(make_order())  # an orchestrator that started anew issues what is unresolved once more
+        await until(lambda: len(orchestrator.records) >= 4)
+        await member.player.wait_until_idle()
+        await member.sender.wait_until_acknowledged(10.0)
+    assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2, 3]
+    assert member.player.counters.repeated == 4
+
+
+async def test_a_stream_that_ends_without_error_is_joined_again(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator):
+        await until(lambda: orchestrator.reports)
+        orchestrator.end_stream()
+        await until(lambda: len(orchestrator.joins) == 2)
+
+
+async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        await until(lambda: orchestrator.reports)
+        orchestrator.report_error = LeaseLostError("run out")
+        await until(lambda: len(orchestrator.joins) == 2)
+        orchestrator.report_error = None
+        num_reports = len(orchestrator.reports)
+        await until(lambda: len(orchestrator.reports) > num_reports)
+        assert not member.membership.done()
+
+
+async def test_a_replica_id_that_another_process_claims_ends_membership(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        for _ in range(3):
+            orchestrator.end_stream(LeaseLostError("started again elsewhere"))
+        with pytest.raises(LeaseLostError, match="--replica-id"):
+            async with asyncio.timeout(10):
+                await member.membership
+
+
+async def test_a_refused_join_ends_membership(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.join_error = InvalidRequestError("num_slots must be 1 or more")
+    async with joined(orchestrator) as member:
+        with pytest.raises(InvalidRequestError, match="num_slots"):
+            async with asyncio.timeout(10):
+                await member.membership
+
+
+async def test_an_orchestrator_that_stays_away_is_given_up_by_name(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator, away_timeout_s=0.3) as member:
+        await until(lambda: orchestrator.reports)
+        await orchestrator.stop()
+        with pytest.raises(DeadlineError, match="orchestrator has been away"):
+            async with asyncio.timeout(10):
+                await member.membership
+
+
+async def test_stretches_whose_report_was_lost_are_told_later(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        await holds(orchestrator, 0)
+        orchestrator.report_error = InvalidRequestError("not now")
+        orchestrator.order(make_order(indices=(0,)))
+        await until(lambda: orchestrator.records)
+        await until(lambda: member.pool._unreported)
+        told = sum(len(r.emission_intervals) for r in orchestrator.reports)
+        orchestrator.report_error = None
+        await until(lambda: sum(len(r.emission_intervals) for r in orchestrator.reports) > told)
+
+
+async def test_a_cancelled_group_is_not_reported_and_frees_its_slots(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator, engine={"latency_s": 60.0}) as member:
+        await holds(orchestrator, 0)
+        orchestrator.order(make_order("g0"))
+        orchestrator.order(make_order("g1", indices=(0,)))
+        await until(lambda: member.player.num_running == 5)
+        orchestrator.cancel("g0")
+        await until(lambda: member.player.num_running == 1)
+        await until(lambda: list(orchestrator.reports[-1].running_task_group_ids) == ["g1"])
+        assert orchestrator.reports[-1].num_free_slots == 7
+        assert orchestrator.records == []
+
+
+async def test_an_order_that_cannot_be_read_fails_its_slots_and_nothing_else(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        await holds(orchestrator, 0)
+        orchestrator._commands.put_nowait(
+            pool_pb2.JoinPoolResponse(run_task_group=pool_pb2.RunTaskGroup(task_group_id="bad", indices=[0]))
+        )
+        orchestrator.order(make_order(indices=(0,)))
+        await until(lambda: len(orchestrator.records) == 2)
+        assert not member.membership.done()
+    assert sorted(orchestrator.slots) == [("bad", 0), ("g0", 0)]
+    (failure,) = [r.failure for r in orchestrator.records if r.WhichOneof("record") == "failure"]
+    assert failure.reason == "INVALID_REQUEST"
+
+
+async def test_a_drained_replica_takes_nothing_new_and_keeps_its_lease(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator, engine={"latency_s": 0.5}) as member:
+        await holds(orchestrator, 0)
+        orchestrator.order(make_order())
+        await until(lambda: member.player.num_running == 4)
+        orchestrator.drain()
+        orchestrator.end_stream()
+        await until(lambda: member.replica.drain_requested.is_set())
+        num_reports = len(orchestrator.reports)
+        await until(lambda: len(orchestrator.reports) > num_reports + 2)
+        assert orchestrator.reports[-1].num_free_slots == 0
+        await member.player.wait_until_idle()
+        await member.sender.wait_until_acknowledged(10.0)
+        member.pool.leave()
+        async with asyncio.timeout(10):
+            await member.membership
+    assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2, 3]
+    assert len(orchestrator.joins) == 1

@@ -1,0 +1,166 @@
+"""``python -m services.inference`` as a process: joins, plays, drains, stops, and says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.pb import status_pb2, status_pb2_grpc
+from tests.integration.inference.peers import FakeOrchestrator, indices_of, scripted_recipe, until
+from tests.unit.inference.fakes import make_order
+
+END_S = 20.0
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "services.inference",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    """Exit code and everything it wrote."""
+    try:
+        async with asyncio.timeout(END_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, (out + err).decode()
+
+
+@pytest.fixture
+async def replica(orchestrator: FakeOrchestrator) -> AsyncIterator[asyncio.subprocess.Process]:
+    orchestrator.recipe = scripted_recipe()
+    process = await start("--orchestrator", orchestrator.address, "--name", "a")
+    await until(lambda: orchestrator.reports, "the first report")
+    yield process
+    if process.returncode is None:
+        process.kill()
+        await process.communicate()
+
+
+async def play(orchestrator: FakeOrchestrator, indices: tuple[int, ...]) -> None:
+    orchestrator.announce("model0", 0)
+    await until(lambda: any(v.number == 0 for v in orchestrator.reports[-1].held_versions), "version 0")
+    orchestrator.order(make_order(indices=indices))
+    await until(lambda: len(orchestrator.records) >= len(indices), "the records")
+
+
+async def test_a_replica_plays_and_leaves_when_drained(
+    orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
+) -> None:
+    await play(orchestrator, (0, 1, 2))
+    orchestrator.drain()
+    code, output = await end_of(replica)
+    assert code == 0, output
+    assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2]
+    assert orchestrator.reports[-1].num_free_slots == 0
+
+
+async def test_a_signal_ends_a_replica_in_order(
+    orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
+) -> None:
+    await play(orchestrator, (0,))
+    replica.send_signal(signal.SIGTERM)
+    code, output = await end_of(replica)
+    assert code == 0, output
+    assert "Traceback" not in output
+    assert "never retrieved" not in output
+
+
+async def test_health_is_serving_and_status_has_gauges(
+    orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
+) -> None:
+    assert replica.stderr is not None
+    port = ""
+    async with asyncio.timeout(END_S):
+        while not port:
+            line = (await replica.stderr.readline()).decode()
+            if "server.listening" in line:
+                port = line.split("address=")[1].split()[0]
+    async with grpc.aio.insecure_channel(port) as connection:
+        health = health_pb2_grpc.HealthStub(connection)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(
+            status_pb2.GetStatusRequest(), timeout=5.0
+        )
+    assert (status.service, status.instance_id, status.run_id, status.state) == ("inference", "a", "run-1", "ready")
+    assert status.gauges["free_slots"] == 8
+    assert status.labels["engine"] == "scripted"
+
+
+async def test_a_further_replica_takes_the_first_sections_settings(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.recipe = scripted_recipe()
+    process = await start(
+        "--orchestrator", orchestrator.address, "--name", "late", "--replica-id", "late-2", "--num-slots", "3"
+    )
+    await until(lambda: orchestrator.joins, "the join")
+    assert (orchestrator.joins[0].replica_id, orchestrator.joins[0].num_slots) == ("late-2", 3)
+    process.terminate()
+    code, output = await end_of(process)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workflow": {"name": "tool_usage"}}, "write one of single_turn, tool_use"),
+        ({"workflow": {"name": "tool_use", "settings": {"max_turn": 1}}}, "did you mean 'max_turns'"),
+        ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "loopback"),
+        ({"inference": {"a": {"engine": "scripted", "port": 0, "scripted": {"script": "no:script"}}}}, "no:script"),
+        (
+            {"inference": {"a": {"port": 0}}, "policies": {"model0": {"model": {"path": "/no/such/model"}}}},
+            "/no/such/model: no such directory",
+        ),
+    ],
+    ids=["workflow", "setting", "bind", "script", "model"],
+)
+async def test_a_recipe_that_cannot_be_served_ends_with_one_line(
+    orchestrator: FakeOrchestrator, changes: dict[str, Any], message: str
+) -> None:
+    orchestrator.recipe = scripted_recipe(**changes)
+    process = await start("--orchestrator", orchestrator.address)
+    code, output = await end_of(process)
+    assert code == 1
+    assert message in output.splitlines()[-1], output
+    assert "Traceback" not in output
+
+
+async def test_help_answers_before_anything_heavy_is_imported() -> None:
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['services.inference', '--help']\n"
+        "try:\n    runpy.run_module('services.inference', run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'transformers', 'grpc', 'numpy') if name in sys.modules])\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    code, output = await end_of(process)
+    assert code == 0
+    assert "--orchestrator" in output
+    assert output.splitlines()[-1] == "[]"
+
+
+async def test_the_scripted_engine_needs_no_torch() -> None:
+    program = "import sys, services.inference.app; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    async with asyncio.timeout(END_S):
+        assert await process.wait() == 0

@@ -1,0 +1,99 @@
+"""Records over a real stream: acknowledged once, sent again when they were not, bounded while nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.pb import pool_pb2_grpc
+from services.common.rpc.channel import channel
+from services.common.types import RolloutFailure
+from services.inference.trajectory_sender import TrajectorySender
+from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
+
+
+@asynccontextmanager
+async def sending(orchestrator: FakeOrchestrator, **settings: int) -> AsyncIterator[TrajectorySender]:
+    async with channel(orchestrator.address) as connection:
+        stub = pool_pb2_grpc.PoolServiceStub(connection)
+        sender = TrajectorySender(stub, replica_id="a", incarnation="i1", **settings)
+        task = asyncio.create_task(sender.run())
+        yield sender
+        assert not task.done(), "the sender gave up"
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def failure(index: int) -> RolloutFailure:
+    return RolloutFailure(task_group_id="g", index=index, reason="TEST")
+
+
+async def test_every_record_is_acknowledged_once(orchestrator: FakeOrchestrator) -> None:
+    async with sending(orchestrator) as sender:
+        for index in range(50):
+            await sender.send(failure(index))
+        await sender.wait_until_acknowledged(10.0)
+        assert sender.num_unacknowledged == 0
+    assert indices_of(orchestrator.slots) == list(range(50))
+    assert [r.record_number for r in orchestrator.records] == list(range(1, 51))
+    assert sender.outcomes == {"RECORD_OUTCOME_ACCEPTED": 50}
+    assert all(r.replica_id == "a" and r.incarnation == "i1" for r in orchestrator.records)
+
+
+async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.acknowledge = lambda request: request.failure.index in (0, 1, 4)
+    async with sending(orchestrator) as sender:
+        for index in range(6):
+            await sender.send(failure(index))
+        await until(lambda: sender.num_unacknowledged == 3, "three acknowledgements")
+        await orchestrator.stop()
+        orchestrator.acknowledge = lambda request: True
+        await orchestrator.start()
+        await sender.wait_until_acknowledged(10.0)
+    assert indices_of(orchestrator.slots) == [0, 1, 2, 3, 4, 5, 2, 3, 5]
+    assert [r.record_number for r in orchestrator.records[6:]] == [1, 2, 3]
+
+
+async def test_records_wait_for_an_orchestrator_that_is_away(orchestrator: FakeOrchestrator) -> None:
+    async with sending(orchestrator) as sender:
+        await orchestrator.stop()
+        for index in range(3):
+            await sender.send(failure(index))
+        with pytest.raises(DeadlineError, match="acknowledgement of all trajectories"):
+            await sender.wait_until_acknowledged(0.5)
+        await orchestrator.start()
+        await sender.wait_until_acknowledged(10.0)
+    assert indices_of(orchestrator.slots) == [0, 1, 2]
+
+
+async def test_a_stream_that_the_server_ends_is_opened_again(orchestrator: FakeOrchestrator) -> None:
+    async with sending(orchestrator) as sender:
+        orchestrator.stream_error = InfrastructureError("stopping")
+        await sender.send(failure(0))
+        await sender.wait_until_acknowledged(10.0)
+        await sender.send(failure(1))
+        await sender.wait_until_acknowledged(10.0)
+    assert indices_of(orchestrator.slots) == [0, 0, 1]
+    assert orchestrator.num_streams == 2
+
+
+async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.acknowledge = lambda request: False
+    async with sending(orchestrator, max_unacknowledged=2) as sender:
+        await sender.send(failure(0))
+        await sender.send(failure(1))
+        third = asyncio.create_task(sender.send(failure(2)))
+        await until(lambda: len(orchestrator.records) == 2)
+        assert not third.done()
+        orchestrator.acknowledge = lambda request: True
+        await orchestrator.stop()
+        await orchestrator.start()
+        async with asyncio.timeout(10):
+            await third
+        await sender.wait_until_acknowledged(10.0)
+    assert indices_of(orchestrator.slots) == [0, 1, 0, 1, 2]

@@ -1,0 +1,62 @@
+"""Short ways to make records for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.common.types import (
+    Purpose,
+    RolloutFailure,
+    Sampling,
+    Segment,
+    Sequence,
+    StopReason,
+    Task,
+    TaskGroupOrder,
+    Trajectory,
+)
+from services.orchestrator.groups import TaskGroup
+
+
+def sequence(reward: float = 0.0, version: int = 0, num_tokens: int = 4, policy: str = "model0", role: str = "agent") -> Sequence:
+    return Sequence(
+        policy=policy,
+        role=role,
+        reward=reward,
+        stop_reason=StopReason.STOP,
+        segments=(
+            Segment.environment([1, 2]),
+            Segment.policy(np.arange(num_tokens), -np.linspace(0.1, 1.0, num_tokens), version),
+        ),
+    )
+
+
+def trajectory(group: str = "g", index: int = 0, *sequences: Sequence, reward: float = 0.0, version: int = 0) -> Trajectory:
+    found = sequences or (sequence(reward, version),)
+    return Trajectory(task_group_id=group, index=index, sequences=found, reward=reward)
+
+
+def failure(group: str = "g", index: int = 0, reason: str = "INFRASTRUCTURE") -> RolloutFailure:
+    return RolloutFailure(task_group_id=group, index=index, reason=reason)
+
+
+def order(group: str = "g", size: int = 4, purpose: Purpose = Purpose.TRAIN, required: dict[str, int] | None = None) -> TaskGroupOrder:
+    return TaskGroupOrder(
+        task_group_id=group,
+        task=Task(task_id="1", data={"question": "q"}),
+        indices=tuple(range(size)),
+        purpose=purpose,
+        sampling=Sampling(),
+        required_versions=required or {},
+    )
+
+
+def group(name: str = "g", size: int = 4) -> TaskGroup:
+    return TaskGroup(order=order(name, size))
+
+
+def complete_group(name: str, rewards: list[float], version: int = 0) -> TaskGroup:
+    made = group(name, len(rewards))
+    for index, reward in enumerate(rewards):
+        made.resolve(trajectory(name, index, reward=reward, version=version))
+    return made

@@ -1,0 +1,136 @@
+"""Staleness is bounded by admission: a simulation of the whole path from issue to trained."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.config.policy import BatchConfig
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import TaskGroup
+from tests.unit.orchestrator.builders import failure, group, trajectory
+
+
+class _Simulation:
+    """Replicas that always sample from the newest version, and a trainer that trains whenever it can."""
+
+    def __init__(self, batch: int, group_size: int, max_staleness: int, seed: int, in_order: bool, share_dropped: float) -> None:
+        config = BatchConfig(size=batch, max_staleness=max_staleness, dynamic_sampling=True)
+        self.counters: Counter[str] = Counter()
+        self.experience = Experience({"model0": config}, 10_000, self.counters)
+        self.batch, self.group_size, self.max_staleness = batch, group_size, max_staleness
+        self.in_order, self.share_dropped = in_order, share_dropped
+        self.rng = random.Random(seed)
+        self.running: list[tuple[TaskGroup, int]] = []
+        self.version = 0
+        self.num_issued = 0
+        self.ages: list[int] = []
+        self.experience.advanced("model0", 0)
+
+    def issue(self) -> None:
+        account = self.experience.admission.accounts["model0"]
+        while self.experience.admission.open():
+            assert account.accepted + self.experience.admission.expected("model0") < account.quota
+            made = group(f"g{self.num_issued}", self.group_size)
+            self.num_issued += 1
+            self.experience.issued(made)
+            self.running.append((made, self.version))
+
+    def complete_one(self) -> None:
+        made, version = self.running.pop(0 if self.in_order else self.rng.randrange(len(self.running)))
+        drop = self.rng.random() < self.share_dropped
+        for index in range(self.group_size):
+            if drop and self.rng.random() < 0.5:
+                outcome = failure(made.id, index)
+            else:
+                outcome = trajectory(made.id, index, reward=0.0 if drop else float(index % 2), version=version)
+            made.resolve(outcome)
+            self.experience.resolved(made, outcome)
+
+    def train(self) -> None:
+        step = self.version + 1
+        groups, _ = self.experience.take_batch("model0", step)
+        self.ages += [self.version - (g.min_version or 0) for g in groups]
+        self.experience.batch_recorded(groups)
+        if not self.in_order:
+            for _ in range(self.rng.randrange(3)):  # while the trainer computes
+                self.issue()
+                if self.running:
+                    self.complete_one()
+        self.version = step
+        self.experience.advanced("model0", step)
+
+    def run(self, steps: int) -> None:
+        for _ in range(100_000):
+            self.issue()
+            if self.experience.buffers["model0"].ready:
+                self.train()
+                if self.version == steps:
+                    return
+            else:
+                assert self.running, "nothing runs and nothing is ready: the run stands still"
+                self.complete_one()
+        raise AssertionError("too many rollouts for so few steps")
+
+
+cases = given(
+    groups_per_batch=st.integers(1, 6),
+    group_size=st.integers(2, 4),
+    max_staleness=st.integers(0, 4),
+    seed=st.integers(0, 10_000),
+)
+
+
+@cases
+@settings(max_examples=60, deadline=None)
+def test_admission_bounds_staleness(groups_per_batch: int, group_size: int, max_staleness: int, seed: int) -> None:
+    """Whatever the order in which rollouts end, filtered and failed ones included, nothing older is trained."""
+    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3)
+    simulation.run(steps=12)
+    assert max(simulation.ages) <= max_staleness
+
+
+@cases
+@settings(max_examples=60, deadline=None)
+def test_admission_wastes_nothing_when_rollouts_end_in_order(
+    groups_per_batch: int, group_size: int, max_staleness: int, seed: int
+) -> None:
+    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, True, 0.0)
+    simulation.run(steps=12)
+    assert simulation.counters["sequences_expired"] == 0
+    assert max(simulation.ages) == max_staleness  # the whole bound is used
+
+
+def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
+    config = BatchConfig(size=8, max_staleness=4)
+    experience = Experience({"model0": config}, num_steps=2, counters=Counter())
+    experience.advanced("model0", 0)
+    issued = 0
+    while experience.admission.open():
+        experience.issued(group(f"g{issued}"))
+        issued += 1
+    assert issued * 4 == 2 * 8
+
+
+def test_every_policy_must_have_room() -> None:
+    config = BatchConfig(size=4, max_staleness=0)
+    experience = Experience({"a": config, "b": config}, num_steps=9, counters=Counter())
+    assert experience.admission.open()
+    experience.admission.accounts["b"].accepted = 4
+    assert not experience.admission.open()
+
+
+def test_failed_slots_return_their_quota() -> None:
+    config = BatchConfig(size=4, max_staleness=0)
+    experience = Experience({"model0": config}, num_steps=9, counters=Counter())
+    made = group()
+    experience.issued(made)
+    assert not experience.admission.open()
+    for index in range(4):
+        made.resolve(failure(index=index))
+        experience.resolved(made, failure(index=index))
+    assert experience.admission.open()
+    assert experience.admission.accounts["model0"].accepted == 0

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.orchestrator.groups import advantage_groups, dynamic_sampling, sequence_id, split_sequence_id, statistics
+from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
+
+
+def test_first_record_of_a_slot_wins() -> None:
+    made = group(size=2)
+    first, second = trajectory(index=0, reward=1.0), trajectory(index=0, reward=0.0)
+    assert made.resolve(first)
+    assert not made.resolve(second)
+    assert not made.resolve(failure(index=0))
+    assert made.outcomes[0] is first
+
+
+def test_a_group_completes_with_failures_too() -> None:
+    made = group(size=2)
+    made.resolve(failure(index=1))
+    assert not made.complete
+    assert made.unresolved == (0,)
+    made.resolve(trajectory(index=0, reward=1.0))
+    assert made.complete
+    (only,) = advantage_groups(made)
+    assert (only.size, only.mean, only.std) == (1, 1.0, 1.0)
+
+
+def test_a_slot_that_is_not_of_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="no slot 4"):
+        group(size=4).resolve(trajectory(index=4))
+
+
+def test_statistics_are_stamped_over_the_whole_group_with_sample_deviation() -> None:
+    (found,) = advantage_groups(complete_group("g", [1.0, 0.0, 0.0, 1.0]))
+    assert found.mean == 0.5
+    assert math.isclose((1.0 - found.mean) / (found.std + 1e-5), 0.86601, rel_tol=1e-4)
+    assert [m.sequence_id for m in found.members] == ["g/0/0", "g/1/0", "g/2/0", "g/3/0"]
+
+
+def test_a_singleton_has_deviation_one() -> None:
+    assert statistics([0.3]) == (0.3, 1.0)
+
+
+def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> None:
+    made = group(size=2)
+    for index in range(2):
+        made.resolve(
+            trajectory("g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b"))
+        )
+    found = advantage_groups(made)
+    assert [(g.policy, g.role, g.size, g.mean) for g in found] == [
+        ("model0", "solver", 2, 1.0),
+        ("model0", "checker", 2, 0.0),
+        ("b", "agent", 2, 0.5),
+    ]
+
+
+def test_an_incomplete_group_has_no_statistics() -> None:
+    with pytest.raises(ValueError, match="not complete"):
+        advantage_groups(group())
+
+
+def test_dynamic_sampling_drops_equal_rewards_and_off_is_truly_off() -> None:
+    equal = advantage_groups(complete_group("a", [1.0, 1.0]))
+    mixed = advantage_groups(complete_group("b", [1.0, 0.0]))
+    assert dynamic_sampling([*equal, *mixed], enabled=True) == (mixed, equal)
+    assert dynamic_sampling([*equal, *mixed], enabled=False) == ([*equal, *mixed], [])
+
+
+def test_sequence_ids_are_read_back() -> None:
+    assert split_sequence_id(sequence_id("ab-1", 3, 2)) == ("ab-1", 3, 2)

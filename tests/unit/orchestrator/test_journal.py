@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.orchestrator.journal import records, writer
+from services.orchestrator.journal.retention import collect
+from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.writer import Journal, JournalReader
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+
+Open = Callable[..., Journal]
+
+
+@pytest.fixture
+async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
+    made: list[Journal] = []
+
+    def open_it(**settings: Any) -> Journal:
+        journal = Journal(tmp_path, **settings)
+        journal.start()
+        made.append(journal)
+        return journal
+
+    yield open_it
+    for journal in made:
+        await journal.close()
+
+
+async def put(journal: Journal, *numbers: int) -> None:
+    await asyncio.gather(*(journal.append("things", str(n), lambda n=n: {"n": n}) for n in numbers))
+
+
+def kept(directory: Path) -> list[int]:
+    reader = JournalReader(directory)
+    try:
+        loaded = [reader.load(row) for row in reader.rows()]
+        return [record["n"] for record in loaded if record is not None]
+    finally:
+        reader.close()
+
+
+async def test_what_is_durable_is_there_for_the_next_process_in_order(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    await put(journal, *range(200))
+    assert kept(tmp_path) == list(range(200))  # without closing: as after kill -9
+    again = open_journal()
+    await put(again, 200)
+    assert kept(tmp_path) == list(range(201))
+
+
+async def test_callbacks_come_in_submission_order_and_after_the_commit(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    seen: list[int] = []
+    done = asyncio.Event()
+
+    def durable(number: int) -> None:
+        assert number in kept(tmp_path)
+        seen.append(number)
+        if number == 4:
+            done.set()
+
+    for number in range(5):
+        journal.submit("things", str(number), lambda n=number: {"n": n}, lambda n=number: durable(n))
+    await asyncio.wait_for(done.wait(), 10)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None:
+    journal = open_journal()
+    await put(journal, *range(640))
+    assert 10 <= journal.num_commits <= 64
+
+
+async def test_a_torn_tail_is_cut_and_unreferenced_bytes_are_ignored(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    await put(journal, 1, 2)
+    await journal.close()
+    segment = segment_path(tmp_path, "things", 1)
+    whole = segment.read_bytes()
+    segment.write_bytes(whole + b'{"n":3}\n{"n":')  # written, never committed
+    again = open_journal()
+    assert again.bytes_cut == 13
+    assert segment.read_bytes() == whole
+    await put(again, 4)
+    assert kept(tmp_path) == [1, 2, 4]
+
+
+async def test_a_corrupted_tail_loses_only_itself(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    await put(journal, 1)
+    await put(journal, 2)
+    await journal.close()
+    segment = segment_path(tmp_path, "things", 1)
+    segment.write_bytes(segment.read_bytes()[:-4] + b"XXX\n")
+    again = open_journal()
+    await put(again, 3)
+    assert kept(tmp_path) == [1, 3]
+    segment.write_bytes(segment.read_bytes()[:9])  # cut short, in mid-line
+    assert kept(tmp_path) == [1, 3]
+
+
+async def test_segments_are_rolled_at_their_size(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=50)
+    for number in range(20):
+        await put(journal, number)
+    assert len(list(tmp_path.glob("things-*.jsonl"))) > 2
+    assert kept(tmp_path) == list(range(20))
+
+
+async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    free = 10**9
+    journal = open_journal(free_bytes=lambda path: free)
+    await put(journal, 1)
+    free = 0
+    waiting = asyncio.ensure_future(put(journal, 2, 3))
+    while not journal.blocked:
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    assert "0 bytes free" in journal.blocked
+    free = 10**9
+    await asyncio.wait_for(waiting, 10)
+    assert journal.blocked == ""
+    assert kept(tmp_path) == [1, 2, 3]
+
+
+async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    journal = open_journal()
+    await put(journal, 1)
+    real = writer.SegmentWriter.append
+    failures = 3
+
+    def append(self: writer.SegmentWriter, data: bytes) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            real(self, data[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, data)
+
+    monkeypatch.setattr(writer.SegmentWriter, "append", append)
+    await asyncio.wait_for(put(journal, 2, 3), 10)
+    assert kept(tmp_path) == [1, 2, 3]
+    assert [json.loads(line)["n"] for line in segment_path(tmp_path, "things", 1).read_text().splitlines()] == [1, 2, 3]
+
+
+async def test_another_failure_of_the_disk_stops_the_process(open_journal: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BaseException] = []
+    journal = open_journal(on_failure=told.append)
+
+    def broken(self: writer.SegmentWriter, data: bytes) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer.SegmentWriter, "append", broken)
+    journal.submit("things", "1", dict)
+    while not told:
+        await asyncio.sleep(0.01)
+    with pytest.raises(Exception, match="the journal has failed"):
+        journal.submit("things", "2", dict)
+
+
+async def test_power_durability_syncs_before_the_commit(open_journal: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = writer.os.fsync
+    monkeypatch.setattr(writer.os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
+    await put(open_journal(), 1)
+    assert synced == []
+    await put(open_journal(durability="power"), 2)
+    assert len(synced) >= 2  # the segment and its directory
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
+@settings(max_examples=300)
+def test_float32_logprobs_round_trip_bit_exactly(bits: list[int]) -> None:
+    values = np.array(bits, dtype=np.uint32).view(np.float32)
+    values = np.where(np.isfinite(values), values, np.float32(0.5)).astype(np.float32)
+    line = writer.orjson.dumps({"x": values}, option=writer.orjson.OPT_SERIALIZE_NUMPY)
+    back = np.array(writer.orjson.loads(line)["x"], dtype=np.float32)
+    assert back.view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+def through_json(value: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = writer.orjson.loads(writer.orjson.dumps(value, option=writer.orjson.OPT_SERIALIZE_NUMPY))
+    return loaded
+
+
+def test_trajectories_and_failures_come_back_as_they_were() -> None:
+    whole = trajectory("g", 3, sequence(0.5, 7, 40), sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
+    back = records.trajectory_from_json(through_json(records.trajectory_to_json(whole)))
+    for before, after in zip(whole.sequences, back.sequences, strict=True):
+        assert (before.policy, before.role, before.reward) == (after.policy, after.role, after.reward)
+        for left, right in zip(before.segments, after.segments, strict=True):
+            assert left.token_ids.tolist() == right.token_ids.tolist()
+            assert left.logprobs.tobytes() == right.logprobs.tobytes()
+            assert left.weight_version == right.weight_version
+    assert records.failure_from_json(through_json(records.failure_to_json(failure("g", 1)))) == failure("g", 1)
+
+
+async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    journal = open_journal()
+    for index in range(3):
+        made = trajectory("g", index, reward=float(index))
+        await journal.append(records.TRAJECTORY, f"g/{index}", lambda made=made: records.trajectory_to_json(made))
+    path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
+    loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
+    assert loaded["reward"][:] == [0.0, 1.0, 2.0]
+
+
+async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=1)  # one record per segment
+
+    async def store(name: str) -> None:
+        made = trajectory(name, 0)
+        await journal.append(records.TRAJECTORY, f"{name}/0", lambda: records.trajectory_to_json(made))
+
+    async def train(step: int, name: str) -> None:
+        entry = records.BatchEntry(
+            sequence_id=f"{name}/0/0", minibatch=0, position=0, group_mean=0.0, group_std=1.0, group_size=1,
+            staleness=0, num_tokens=4,
+        )  # fmt: skip
+        batch = records.BatchRecord(policy="model0", training_step=step, entries=(entry,), minibatches=())
+        await journal.append(records.BATCH, f"model0/{step}", lambda: records.batch_to_json(batch))
+
+    for name in ("old", "checkpointed", "replayable", "buffered", "newest"):
+        await store(name)
+    await train(1, "old")
+    await train(2, "checkpointed")
+    await train(3, "replayable")
+    assert len(collect(journal, {"model0": 2}, live_groups={"buffered"})) == 2
+    reader = JournalReader(tmp_path)
+    left = set(reader.find(records.TRAJECTORY, [f"{n}/0" for n in ("old", "checkpointed", "replayable", "buffered", "newest")]))
+    reader.close()
+    assert left == {"replayable/0", "buffered/0", "newest/0"}

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.errors import LeaseLostError
+from services.orchestrator.acks import MAX_ACKS, MAX_OPEN, AckQueue
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.mailbox import Mailbox
+
+
+async def test_a_full_mailbox_refuses_instead_of_waiting() -> None:
+    mailbox: Mailbox[int] = Mailbox(capacity=2)
+    assert mailbox.put(1)
+    assert mailbox.put(2)
+    assert not mailbox.put(3)
+    assert [await mailbox.get(), await mailbox.get()] == [1, 2]
+
+
+async def test_a_closed_mailbox_is_read_to_its_end() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.put(1)
+    mailbox.close()
+    assert not mailbox.put(2)
+    assert [await mailbox.get(), await mailbox.get()] == [1, None]
+
+
+async def test_a_mailbox_closed_with_an_error_tells_it_at_once() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    mailbox.put(1)
+    reading = asyncio.ensure_future(mailbox.get())
+    mailbox.close(LeaseLostError("gone"))
+    with pytest.raises(LeaseLostError):
+        await reading
+
+
+async def test_acknowledgements_keep_the_order_of_the_records() -> None:
+    acks = AckQueue()
+    first, second = acks.open(1), acks.open(2)
+    second(RecordOutcome.DUPLICATE)
+    pending = asyncio.ensure_future(acks.next())
+    await asyncio.sleep(0)
+    assert not pending.done()
+    first(RecordOutcome.ACCEPTED)
+    assert await pending == [(1, RecordOutcome.ACCEPTED), (2, RecordOutcome.DUPLICATE)]
+    acks.end()
+    assert await acks.next() == []
+
+
+async def test_at_most_sixteen_are_acknowledged_at_once_and_reading_stops_when_too_many_are_open() -> None:
+    acks = AckQueue()
+    answers = [acks.open(number) for number in range(MAX_OPEN)]
+    assert acks.full
+    for answer in answers:
+        answer(RecordOutcome.ACCEPTED)
+    assert len(await acks.next()) == MAX_ACKS
+    assert not acks.full

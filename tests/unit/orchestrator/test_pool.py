@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from services.common.errors import CapacityError, LeaseLostError, NotFoundError
+from services.orchestrator.commands import CancelGroup
+from services.orchestrator.pool import Held, Hello, ReplicaPool
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
+    return Hello(replica_id=name, incarnation=incarnation, num_slots=num_slots, held={"model0": Held(0, "d0")})
+
+
+def pool_with_orphans() -> tuple[ReplicaPool, Clock, list[str]]:
+    clock = Clock()
+    orphans: list[str] = []
+    return ReplicaPool(30.0, clock, orphans.extend), clock, orphans
+
+
+def report(pool: ReplicaPool, name: str = "a", incarnation: str = "1") -> None:
+    pool.report(name, incarnation, held={"model0": Held(0, "d0")}, num_tokens=0, gauges={})
+
+
+def test_a_reconnect_within_the_lease_keeps_its_work() -> None:
+    pool, clock, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0, 1], {})
+    assert replica.mailbox is not None
+    pool.stream_ended(replica, replica.mailbox)
+    clock.now = 29.0
+    assert pool.expire() == []
+    assert pool.join(hello()) is replica
+    assert replica.assignments["g"].open_slots == {0, 1}
+    assert orphans == []
+
+
+def test_a_lost_lease_orphans_its_task_groups_and_later_reports_are_refused() -> None:
+    pool, clock, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0, 1], {})
+    clock.now = 29.0
+    report(pool)
+    clock.now = 58.0
+    assert pool.expire() == []
+    clock.now = 59.0
+    assert pool.expire() == [replica]
+    assert orphans == ["g"]
+    with pytest.raises(LeaseLostError):
+        report(pool)
+
+
+def test_a_new_incarnation_ends_the_older_lease_at_once() -> None:
+    pool, _, orphans = pool_with_orphans()
+    old = pool.join(hello())
+    pool.assign(old, "g", [0], {})
+    new = pool.join(hello(incarnation="2"))
+    assert orphans == ["g"]
+    assert old.mailbox is None
+    assert new.num_free == 8
+    with pytest.raises(LeaseLostError):
+        report(pool, incarnation="1")
+
+
+async def test_a_replica_that_does_not_read_loses_its_stream_and_not_its_lease() -> None:
+    pool, _, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    mailbox = replica.mailbox
+    assert mailbox is not None
+    while pool.send(replica, CancelGroup("g", "")):
+        pass
+    assert replica.mailbox is None
+    with pytest.raises(CapacityError, match="join again"):
+        await mailbox.get()
+    assert pool.get("a") is replica
+    assert orphans == []
+
+
+def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
+    pool, _, _ = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0, 1, 2, 3], {})
+    assert (replica.num_free, replica.fits(5), replica.fits(4)) == (4, False, True)
+    pool.resolved("g", 2)
+    assert replica.num_free == 5
+    for index in (0, 1, 3):
+        pool.resolved("g", index)
+    assert replica.num_free == 8
+    assert pool.owner("g") is None
+    assert replica.fits(9)  # a group larger than the replica plays alone
+
+
+def test_a_drained_replica_leaves_when_its_stream_ends() -> None:
+    pool, _, _ = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.drain("a", "test")
+    assert not replica.takes_work
+    assert replica.mailbox is not None
+    pool.stream_ended(replica, replica.mailbox)
+    assert pool.get("a") is None
+    with pytest.raises(NotFoundError, match="there are: none"):
+        pool.drain("a", "again")

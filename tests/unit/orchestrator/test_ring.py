@@ -1,0 +1,540 @@
+"""The parts together, without grpc or processes: what happens to records, leases, versions and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.loading import validate
+from services.common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LeaseLostError, VersionConflictError
+from services.common.types import TaskGroupOrder, WeightVersion
+from services.orchestrator import lifecycle
+from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup
+from services.orchestrator.datasets import ListSource
+from services.orchestrator.groups import Outcome
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.pool import Held, Hello, Replica
+from services.orchestrator.recovery import recover
+from services.orchestrator.ring import Ring
+from services.orchestrator.run_control import RunState
+from services.orchestrator.watch import Watch
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """A ring that can be thrown away and recovered, as after kill -9."""
+
+    def __init__(self, run_dir: Path, **batch: Any) -> None:
+        self.run_dir = run_dir
+        self.clock = Clock()
+        self.steps = 3
+        self.batch = {"size": 8, "max_staleness": 1, **batch}
+        self.samples_per_task = 1
+        self.open()
+
+    def open(self) -> None:
+        tree = {
+            "name": "unit",
+            "run": {"id": "unit", "steps": self.steps},
+            "policies": {"model0": {"model": {"path": "none"}, "batch": self.batch}},
+            "data": {"train": {"path": "unused"}, "evaluation": {"path": "unused"}},
+            "rollout": {"group_size": 4, "timeout_s": 10.0},
+            "orchestrator": {"min_free_bytes": 0},
+            "evaluation": {"samples_per_task": self.samples_per_task},
+        }
+        self.journal = Journal(self.run_dir / "journal")
+        self.ring = Ring(
+            validate(tree, source="test"),
+            self.run_dir,
+            self.journal,
+            training_source=ListSource([{"n": i} for i in range(10)], None, "train"),
+            evaluation_source=ListSource([{"n": i} for i in range(3)], None, "evaluation"),
+            run_mark="abc",
+            started_at=0.0,
+            clock=self.clock,
+        )
+        reader = JournalReader(self.run_dir / "journal")
+        recover(self.ring, reader)
+        reader.close()
+        self.journal.start()
+
+    async def crash(self) -> None:
+        """Everything in memory is gone; the journal's thread ends after what it has."""
+        await self.journal.close()
+        self.ring.metrics.close()
+        self.open()
+
+    async def close(self) -> None:
+        await self.journal.close()
+        self.ring.metrics.close()
+
+    # --- peers ---
+
+    def join(self, name: str = "a", number: int = 0, slots: int = 64, incarnation: str = "1", running: Any = ()) -> Replica:
+        held = {"model0": Held(number, f"d{number}")}
+        return self.ring.join_replica(
+            Hello(replica_id=name, incarnation=incarnation, num_slots=slots, held=held, running=tuple(running))
+        )
+
+    async def orders(self, replica: Replica) -> list[TaskGroupOrder]:
+        """Orders that have been sent and not been looked at."""
+        return [c.order for c in await self.commands(replica) if isinstance(c, PlayGroup)]
+
+    async def commands(self, replica: Replica) -> list[Any]:
+        await self.settle()
+        found = []
+        while replica.mailbox is not None and len(replica.mailbox):
+            found.append(await replica.mailbox.get())
+        return found
+
+    async def settle(self) -> None:
+        """Let everything that is queued become durable and be acted on."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await self.journal.append("marks", "", dict)
+            await asyncio.sleep(0)
+
+    async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
+        answers: list[RecordOutcome] = []
+        for outcome in outcomes:
+            self.ring.ingest.submit(outcome, answers.append)
+        await self.settle()
+        return answers
+
+    async def play(self, order: TaskGroupOrder, version: int = 0) -> None:
+        await self.send(
+            *(trajectory(order.task_group_id, i, reward=float(i % 2), version=version) for i in order.indices)
+        )
+
+    async def publish(self, number: int, digest: str = "", incarnation: str = "t") -> int:
+        version = WeightVersion(policy="model0", number=number, digest=digest or f"d{number}", sources=("x:1",))
+        return await self.ring.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+
+    def train(self) -> None:
+        self.ring.dispatcher.train = True
+        self.ring.dispatcher.schedule()
+
+
+@pytest.fixture
+async def worlds(tmp_path: Path) -> AsyncIterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**batch: Any) -> World:
+        made.append(World(tmp_path / str(len(made)), **batch))
+        return made[-1]
+
+    yield make
+    for world in made:
+        await world.close()
+
+
+async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    order = (await world.orders(replica))[0]
+    name = order.task_group_id
+    first, second = trajectory(name, 0, reward=1.0), trajectory(name, 0, reward=0.0)
+    assert await world.send(first, second) == [RecordOutcome.ACCEPTED, RecordOutcome.DUPLICATE]
+    assert await world.send(failure(name, 0)) == [RecordOutcome.DUPLICATE]
+    assert world.ring.groups[name].outcomes[0] is first
+    assert world.ring.counters["records_duplicate"] == 2
+    await world.crash()
+    outcome = world.ring.groups[name].outcomes[0]
+    assert not isinstance(outcome, type(failure()))
+    assert outcome.reward == 1.0
+
+
+async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(replica))[0].task_group_id
+    assert await world.send(trajectory("abc-99999999", 0), trajectory("other-00000001", 0), trajectory(name, 7)) == [
+        RecordOutcome.UNKNOWN,
+        RecordOutcome.UNKNOWN,
+        RecordOutcome.UNKNOWN,
+    ]
+    nan = trajectory(name, 2, reward=float("nan"))
+    assert await world.send(
+        trajectory(name, 0, sequence(policy="nobody")), trajectory(name, 1, sequence(version=5)), nan
+    ) == [RecordOutcome.INVALID] * 3
+    outcomes = world.ring.groups[name].outcomes
+    assert [outcomes[i].reason for i in range(3)] == ["INVALID_RECORD"] * 3  # type: ignore[union-attr]
+    assert "unknown policy 'nobody'" in outcomes[0].detail  # type: ignore[union-attr]
+    assert "version 5 of model0 is from the future: the newest is 0" in outcomes[1].detail  # type: ignore[union-attr]
+    assert world.ring.counters["records_unknown"] == 3
+    assert world.ring.counters["records_invalid"] == 3
+
+
+async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    lost = world.join("lost")
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(lost)
+    name = orders[0].task_group_id
+    await world.send(trajectory(name, 1, reward=1.0), failure(name, 2))
+    other = world.join("other")
+    assert await world.orders(other) == []
+    world.clock.now += 20.0
+    world.ring.report_replica("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
+    world.clock.now += 15.0
+    await Watch(world.ring).tick()
+    reissued = {order.task_group_id: order.indices for order in await world.orders(other)}
+    assert reissued.pop(name) == (0, 3)
+    assert set(reissued) == {order.task_group_id for order in orders[1:]}
+    assert all(indices == (0, 1, 2, 3) for indices in reissued.values())
+    # What the lost replica still brings counts if it is first.
+    assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
+async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(replica)
+    assert len(orders) == 4
+    await world.play(orders[0])
+    await world.send(trajectory(orders[1].task_group_id, 2))
+    await world.crash()
+    again = world.join(running=[o.task_group_id for o in orders[1:]])
+    sent = {o.task_group_id: o.indices for o in await world.orders(again)}
+    assert sent == {
+        orders[1].task_group_id: (0, 1, 3),
+        orders[2].task_group_id: (0, 1, 2, 3),
+        orders[3].task_group_id: (0, 1, 2, 3),
+    }
+    assert world.ring.experience.admission.running_slots == 11
+    assert world.ring.experience.buffers["model0"].num_sequences == 4
+
+
+async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(world.join())
+    await world.crash()
+    other = world.join("other")
+    assert await world.orders(other) == []
+    world.clock.now += 31.0
+    world.join("other")
+    await Watch(world.ring).tick()
+    assert {o.task_group_id for o in await world.orders(world.ring.pool.get("other"))} == {o.task_group_id for o in orders}  # type: ignore[arg-type]
+
+
+async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    before = await world.orders(replica)
+    for order in before:
+        await world.play(order)
+    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.crash()
+    await world.publish(1)
+    world.train()
+    after = await world.orders(world.join(number=1))
+    tasks = [o.task.task_id for o in (*before, *after)]
+    assert len(after) == 2
+    assert len(set(tasks)) == len(tasks)
+    assert len({o.task_group_id for o in (*before, *after)}) == len(tasks)
+
+
+async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: Callable[..., World]) -> None:
+    world = worlds(minibatches=2)
+    await world.publish(0)
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    batch = await world.ring.pull_batch("model0", 1, 5.0)
+    whole = batch.share(0, 1)
+    assert not batch.replayed
+    await world.crash()
+    again = await world.ring.pull_batch("model0", 1, 5.0)
+    assert again.replayed
+    assert again.record == batch.record
+    for num_ranks in (1, 2, 3):
+        shares = [again.share(rank, num_ranks) for rank in range(num_ranks)]
+        assert {share.minibatches for share in shares} == {whole.minibatches}
+        found = sorted((s for share in shares for s in share.sequences), key=lambda s: (s.minibatch, s.position))
+        for left, right in zip(whole.sequences, found, strict=True):
+            assert (left.sequence_id, left.minibatch, left.position) == (right.sequence_id, right.minibatch, right.position)
+            assert (left.group_mean, left.group_std, left.staleness) == (right.group_mean, right.group_std, right.staleness)
+            for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
+                assert a.token_ids.tobytes() == b.token_ids.tobytes()
+                assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    asking = [asyncio.ensure_future(world.ring.pull_batch("model0", 1, 20.0)) for _ in range(3)]
+    asking[0].cancel()  # a rank that goes away does not disturb the others
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    batches = await asyncio.gather(*asking[1:])
+    assert batches[0].record is batches[1].record
+    assert world.ring.batches["model0"].newest_step == 1
+
+
+async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    seen: list[str] = []
+    for step in range(1, 4):
+        replica = world.join(number=step - 1)
+        for order in await world.orders(replica):
+            await world.play(order, version=step - 1)
+        batch = await world.ring.pull_batch("model0", step, 5.0)
+        seen += [entry.sequence_id for entry in batch.record.entries]
+        await world.crash()
+        await world.publish(step)
+        world.train()
+    assert len(seen) == len(set(seen)) == 24
+
+
+async def test_a_pull_without_sequences_names_what_it_waited_for(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    with pytest.raises(DeadlineError, match=r"model0: batch of step 1 \(8 sequences\) took longer"):
+        await world.ring.pull_batch("model0", 1, 0.05)
+    with pytest.raises(InvalidRequestError, match="newest recorded batch is that of step 0"):
+        await world.ring.pull_batch("model0", 2, 0.05)
+    with pytest.raises(InvalidRequestError, match="the run has 3 steps"):
+        await world.ring.pull_batch("model0", 4, 0.05)
+
+
+async def test_a_batch_whose_trajectory_is_corrupted_is_refused(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.crash()
+    path = segment_path(world.run_dir / "journal", "trajectories", 1)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CorruptDataError, match="lacks trajectories"):
+        await world.ring.pull_batch("model0", 1, 5.0)
+
+
+async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0, digest="right")
+    world.train()
+    replica = world.join()  # holds version 0 with digest d0
+    commands = await world.commands(replica)
+    assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
+    assert not any(isinstance(c, PlayGroup) for c in commands)
+    assert "no replica holds a version" in world.ring.dispatcher.waits_for
+    world.ring.report_replica("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
+    assert len(await world.orders(replica)) == 4
+
+
+async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(worlds: Callable[..., World]) -> None:
+    world = worlds(max_staleness=0)
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    for order in await world.orders(replica):
+        await world.play(order)
+    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.publish(1)
+    assert await world.orders(replica) == []
+    fresh = world.join("fresh", number=1)
+    assert len(await world.orders(fresh)) == 2
+
+
+async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.ring.join_trainer("model0", "t", 1, 0, {})
+    assert await world.publish(0) == 0
+    assert await world.publish(0) == 0
+    with pytest.raises(VersionConflictError):
+        await world.publish(0, digest="other")
+    world.ring.join_trainer("model0", "t2", 1, 0, {})
+    with pytest.raises(LeaseLostError):
+        await world.publish(0)
+    assert await world.publish(0, incarnation="t2") == 0
+
+
+async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    small, large = world.join("small", slots=6), world.join("large", slots=12)
+    await world.publish(0)
+    world.train()
+    assert len(await world.orders(large)) == 3
+    assert len(await world.orders(small)) == 1
+    assert "staleness quota full (model0: 16 of 16)" in world.ring.dispatcher.waits_for
+
+
+async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    trainer = world.ring.join_trainer("model0", "t", 1, 0, {})
+    await world.publish(0)
+    replica = world.join()
+    world.ring.pause()
+    world.ring.pause()
+    world.train()
+    assert await world.orders(replica) == []
+    await world.crash()
+    assert world.ring.control.state is RunState.PAUSED
+    trainer = world.ring.join_trainer("model0", "t", 1, 0, {})
+    assert trainer.mailbox is not None
+    assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
+    replica = world.join()
+    world.train()
+    assert await world.orders(replica) == []
+    world.ring.resume()
+    assert type(await trainer.mailbox.get()).__name__ == "ResumeTraining"
+    assert len(await world.orders(replica)) == 4
+
+
+async def test_little_free_disk_holds_back_new_work_and_says_so(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = worlds()
+    await world.publish(0)
+    replica = world.join()
+    monkeypatch.setattr(world.ring.journal, "free_bytes", lambda: -1)
+    await Watch(world.ring).tick()
+    world.train()
+    assert await world.orders(replica) == []
+    assert "free disk is below orchestrator.min_free_bytes" in world.ring.dispatcher.waits_for
+    monkeypatch.undo()
+    await Watch(world.ring).tick()
+    assert len(await world.orders(replica)) == 4
+
+
+async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    orders = await world.orders(replica)
+    world.clock.now += 10.0 * 3 + 61.0
+    world.ring.pool.join(Hello(replica_id="a", incarnation="1", num_slots=64, held=replica.held))
+    await Watch(world.ring).tick()
+    commands = await world.commands(replica)
+    assert {c.task_group_id for c in commands if isinstance(c, CancelGroup)} == {o.task_group_id for o in orders}
+    assert {c.order.task_group_id for c in commands if isinstance(c, PlayGroup)} == {o.task_group_id for o in orders}
+
+
+async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(world.join(incarnation="0")))[0].task_group_id
+    for incarnation in range(1, 8):
+        await world.orders(world.join(incarnation=str(incarnation)))
+    assert name not in world.ring.groups
+    assert world.ring.counters["failures_replicas_lost"] == 4
+
+
+# --- evaluation and the run's life -----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def living(world: World) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.ensure_future(lifecycle.live(world.ring))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_evaluation_comes_before_training_and_its_denominator_never_shrinks(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    async with living(world):
+        replica = world.join()
+        await world.publish(0)
+        await asyncio.sleep(0.05)
+        orders = await world.orders(replica)
+        assert world.ring.control.state is RunState.EVALUATING_START
+        assert [dict(o.required_versions) for o in orders] == [{"model0": 0}] * 3
+        await world.send(trajectory(orders[0].task_group_id, 0, reward=1.0), failure(orders[1].task_group_id, 0))
+    await world.crash()
+    async with living(world):
+        replica = world.join()
+        (left,) = await world.orders(replica)
+        assert left.task_group_id == orders[2].task_group_id
+        wrong = trajectory(left.task_group_id, 0, sequence(1.0, version=0), reward=1.0)
+        await world.send(wrong)
+        await asyncio.sleep(0.05)
+        result = world.ring.evaluations.results["start/greedy"]
+        assert (result.mean_reward, result.num_trajectories, result.num_failed) == (2 / 3, 3, 1)
+        assert world.ring.control.state is RunState.TRAINING
+        assert len(await world.orders(replica)) == 4
+
+
+async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.ring.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    await world.ring.begin_evaluation("asked")
+    old = world.join("old", number=0)
+    assert await world.orders(old) == []
+    new = world.join("new", number=1)
+    orders = await world.orders(new)
+    assert len(orders) == 3
+    # While it plays, newer weights are not announced to it; afterwards they are.
+    world.ring.apply_version(WeightVersion(policy="model0", number=2, digest="d2"), {})
+    world.ring._announce("model0", True)
+    assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
+    for order in orders:
+        await world.send(trajectory(order.task_group_id, 0, version=1))
+    assert any(isinstance(c, AnnounceVersion) and c.version.number == 2 for c in await world.commands(new))
+
+
+async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    await world.ring.begin_evaluation("asked")
+    world.ring.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    watch = Watch(world.ring)
+    for _ in range(8):
+        world.join(number=1)
+        await watch.tick()
+        world.clock.now += 5.0
+    await world.settle()
+    result = world.ring.evaluations.results["asked/greedy"]
+    assert (result.mean_reward, result.num_trajectories, result.num_failed) == (0.0, 3, 3)
+
+
+async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    async with living(world) as life:
+        await world.publish(0)
+        replica = world.join()
+        await world.orders(replica)
+        world.ring.control.stop("enough")
+        await asyncio.wait_for(life, 5)
+        commands = await world.commands(replica)
+        assert isinstance(commands[-1], LeavePool)
+        assert world.ring.control.state is RunState.STOPPED
+        assert (world.run_dir / "summary.json").is_file()
+        late = world.join("late")
+        assert [type(c) for c in await world.commands(late)] == [LeavePool]
+    await world.crash()
+    assert world.ring.control.state is RunState.STARTING  # started again, it goes on
