@@ -82,6 +82,21 @@ def check(recipe: RecipeArgument, set_: SetOption = None, show: Annotated[
 
 
 @app.command()
+def resolve(
+    recipe: RecipeArgument,
+    run_dir: Annotated[Path, typer.Argument(help="The run directory to make.")],
+    set_: SetOption = None,
+) -> None:
+    """Write the resolved recipe into a new run directory, for services that are started one by one."""
+    from services.cli.run import prepare
+    from services.common.config.loading import load_recipe
+
+    overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
+    resolved, directory = prepare(load_recipe(recipe, overrides))
+    console.print(f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Where a run stands now."""
     from services.cli.orchestrator_client import OrchestratorClient

@@ -1,7 +1,8 @@
 """The trainer's side of ``TrainingService``: a lease with commands, batches by rank, published versions.
 
 Everything here is asynchronous and survives an orchestrator that goes away and comes back: joining again,
-asking again and publishing again are all idempotent. The training loop sees plain records.
+asking again and publishing again are all idempotent. What cannot be mended by trying again (a refused policy, another
+trainer that took over) is kept in ``failure``, and whoever waits is let go. The training loop sees plain records.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import grpc
 import structlog
 
 from services.common.aio import TaskOwner, backoff, deadline
-from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, LeaseLostError, MillraceError
+from services.common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InfrastructureError,
+    LeaseLostError,
+    MillraceError,
+    SupersededError,
+    UserError,
+)
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.rpc.streams import call_cancellation_is_an_error
@@ -61,7 +70,8 @@ class Commands:
 
     paused: bool = False
     checkpoint: bool = False
-    stop: bool = False
+    stop: bool = False  # the orchestrator's word: the run is over
+    leave: bool = False  # this process's own: a signal came, the run goes on without it
 
 
 class OrchestratorClient:
@@ -78,37 +88,69 @@ class OrchestratorClient:
         self._tasks = TaskOwner()
         self._welcomed: asyncio.Future[Welcome] | None = None
         self._joined: asyncio.Task[None] | None = None
+        self._held_up = asyncio.Event()  # pause, stop, leave or failure: waits for batches end
+        self.failure: MillraceError | None = None
         self.commands = Commands()
         self.report = TrainerReport()
 
     # -- the lease ---------------------------------------------------------------------------------------------------
 
-    async def join(self, recovered_version: int) -> Welcome:
+    async def join(self, checkpoint_step: int) -> Welcome:
         """Join and stay joined in the background; returns the first welcome, however long the orchestrator takes.
 
         Not bounded: a trainer without an orchestrator has nothing else to do, and says so in its state and its log.
+
+        Raises:
+            UserError: the orchestrator refuses this trainer, and always will.
         """
+        self.report.checkpoint_step = checkpoint_step
         self._welcomed = asyncio.get_running_loop().create_future()
-        self._tasks.start(self._stay_joined(recovered_version), "trainer.join")
+        self._tasks.start(self._stay_joined(), "trainer.join")
         self._tasks.start(self._keep_reporting(), "trainer.report")
         return await self._welcomed
 
-    async def _stay_joined(self, recovered_version: int) -> None:
+    def leave(self) -> None:
+        """End waits: this process was told to go. The loop leaves after the step at hand."""
+        self.commands.leave = True
+        self._held_up.set()
+
+    async def _stay_joined(self) -> None:
         delays = backoff()
         while True:
             try:
                 with translated_errors(self._peer), call_cancellation_is_an_error("JoinTraining"):
-                    await self._follow_commands(recovered_version)
+                    await self._follow_commands()
                 delays = backoff()
+            except UserError as error:
+                self._give_up(error)
+                return
+            except LeaseLostError as error:
+                if self._is_superseded(error):
+                    return
+                log.warning("lease.lost", error=error.message)
             except MillraceError as error:
                 log.warning("orchestrator.lost", address=self._address, error=error.message)
             await asyncio.sleep(next(delays))
 
-    async def _follow_commands(self, recovered_version: int) -> None:
+    def _is_superseded(self, error: LeaseLostError) -> bool:
+        """Whether a newer trainer of the policy holds the lease: joining again would only take it back, for ever."""
+        if error.metadata.get("holder", self._incarnation) == self._incarnation:
+            return False
+        self._give_up(SupersededError(f"{error.message}: this one leaves the policy to it"))
+        return True
+
+    def _give_up(self, error: MillraceError) -> None:
+        log.error("trainer.refused", error=error.message)
+        self.failure = self.failure or error
+        self._held_up.set()
+        if self._welcomed is not None and not self._welcomed.done():
+            self._welcomed.set_exception(error)
+
+    async def _follow_commands(self) -> None:
         request = training_pb2.JoinTrainingRequest(
             policy=self._policy,
             incarnation=self._incarnation,
-            recovered_version=recovered_version,
+            recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
         )
         async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
@@ -119,12 +161,15 @@ class OrchestratorClient:
                     self._take_welcome(response.welcome)
                 case "pause":
                     self.commands.paused = True
+                    self._held_up.set()
                 case "resume":
                     self.commands.paused = False
+                    self._held_up.clear()
                 case "checkpoint":
                     self.commands.checkpoint = True
                 case "stop":
                     self.commands.stop = True
+                    self._held_up.set()
 
     def _take_welcome(self, proto: training_pb2.TrainingWelcome) -> None:
         assert self._welcomed is not None
@@ -143,8 +188,8 @@ class OrchestratorClient:
             try:
                 with translated_errors(self._peer):
                     await self._report()
-            except LeaseLostError:
-                log.warning("lease.lost")  # the stream ends too, and joining again takes a new lease
+            except LeaseLostError as error:  # the stream ends too, and joining again takes a new lease
+                log.debug("report.without_lease", error=error.message)
             except (InfrastructureError, DeadlineError) as error:
                 log.debug("report.failed", error=error.message)
 
@@ -165,11 +210,21 @@ class OrchestratorClient:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     async def pull(self, training_step: int, rank: int) -> RankBatch | None:
-        """This rank's share of a step's batch; None when there is none yet, or nobody to ask: ask again.
+        """This rank's share of a step's batch; None when there is none yet, nobody to ask, or a word to heed: ask again.
 
         Raises:
             CorruptDataError: the stream ended before its footer's count was reached.
         """
+        pulling = asyncio.ensure_future(self._pull_or_none(training_step, rank))
+        word = asyncio.ensure_future(self._held_up.wait())
+        try:
+            await asyncio.wait({pulling, word}, return_when=asyncio.FIRST_COMPLETED)
+            return pulling.result() if pulling.done() else None
+        finally:
+            word.cancel()
+            pulling.cancel()  # asking again brings the same batch
+
+    async def _pull_or_none(self, training_step: int, rank: int) -> RankBatch | None:
         try:
             with translated_errors(self._peer), call_cancellation_is_an_error("PullBatch"):
                 return await self._pull(training_step, rank)
@@ -224,12 +279,13 @@ class OrchestratorClient:
         compute_intervals: Sequence[Interval],
         finished_at: float,
     ) -> None:
-        """Announce a version until the ledger has it.
+        """Announce a version until the ledger has it, or until this process is told to leave (its successor does it).
 
         Not bounded by itself: without the ledger the run cannot go on; the state says what is waited for.
 
         Raises:
             VersionConflictError: the ledger knows another digest for this number.
+            SupersededError: a newer trainer of the policy has taken over.
         """
         request = training_pb2.PublishVersionRequest(
             version=weight_version_to_proto(version, self._run_id),
@@ -246,9 +302,17 @@ class OrchestratorClient:
                         request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
                     )
                 return
-            except (InfrastructureError, DeadlineError, LeaseLostError) as error:
+            except LeaseLostError as error:
+                if self._is_superseded(error):
+                    assert self.failure is not None
+                    raise self.failure from None
                 log.warning("version.not_published_yet", version=version.number, error=error.message)
-                await asyncio.sleep(delay)
+            except (InfrastructureError, DeadlineError) as error:
+                log.warning("version.not_published_yet", version=version.number, error=error.message)
+            if self.commands.leave:
+                log.warning("version.left_unpublished", version=version.number)
+                return
+            await asyncio.sleep(delay)
 
     async def close(self) -> None:
         await self._tasks.close()

@@ -39,7 +39,7 @@ class ChildLimits:
 
     cpu_s: float
     memory_bytes: int
-    processes: int
+    processes: int  # of the slot's user, or at tier 0 of the gateway's, with those that it already has
     file_bytes: int
     open_files: int
     mark: int  # the hard RLIMIT_MSGQUEUE, which says whose process this is where the user does not
@@ -97,7 +97,8 @@ class Confinement:
         if self._rulesets:
             landlock.restrict_self(self._rulesets[slot])
         if self._filtered and self._tier != "1":
-            seccomp.refuse_for_child()
+            # RLIMIT_NPROC does not bind root, who has no business at tier 0 but may be all that a container offers
+            seccomp.refuse_for_child(processes=self._tier == "0" and os.getuid() == 0)
 
     def _set_limits(self, limits: ChildLimits) -> None:
         def both(what: int, value: int) -> None:
@@ -111,9 +112,7 @@ class Confinement:
         both(resource.RLIMIT_NOFILE, limits.open_files)
         if self._tier != "1":
             resource.setrlimit(RLIMIT_MSGQUEUE, (0, limits.mark))
-        # The count is per user, so without a slot user of its own it would count the whole gateway.
-        if self._tier != "0":
-            both(resource.RLIMIT_NPROC, limits.processes)
+        both(resource.RLIMIT_NPROC, limits.processes)
 
     def _enter_namespaces(self) -> None:
         uid, gid = os.getuid(), os.getgid()

@@ -101,5 +101,16 @@ def mark(pid: int) -> int:
     return -1
 
 
+def num_tasks_of(uid: int) -> int:
+    """Processes and threads of a user, as RLIMIT_NPROC counts them: a look at every process."""
+    total = 0
+    for pid in all_pids():
+        lines = _read(f"/proc/{pid}/status").splitlines()
+        fields = {name: rest for name, _, rest in (line.partition(b":") for line in lines)}
+        if b"Uid" in fields and int(fields[b"Uid"].split()[0]) == uid:
+            total += int(fields.get(b"Threads", b"1"))
+    return total
+
+
 def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]

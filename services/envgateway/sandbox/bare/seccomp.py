@@ -59,6 +59,8 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "setpriority": (141, 140), "ioprio_set": (251, 30),
 }
+_FORKS = {"fork": (57, -1), "vfork": (58, -1)}
+_CLONE_THREAD = 0x00010000
 # Filtered by argument, or only in children.
 _ARGUMENT_FILTERED = {
     "kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261),
@@ -120,11 +122,21 @@ def _common_filter(keep_unshare: bool) -> bytes:
     return b"".join(parts)
 
 
-def _child_filter(pid: int) -> bytes:
+def _child_filter(pid: int, processes: bool) -> bytes:
     """What the fork server needs and a program does not: signals to others, a namespace, the mark of its slot."""
     number = _numbers(_ARGUMENT_FILTERED)
+    no_processes = [
+        _instruction(_LD_W_ABS, _OFFSET_NR),
+        *(part for fork in _numbers(_FORKS).values() for part in (_instruction(_JEQ, fork, 0, 1), _REFUSE)),
+        _instruction(_JEQ, number["clone"], 0, 4),
+        _instruction(_LD_W_ABS, _OFFSET_ARG0),
+        _instruction(_JSET, _CLONE_THREAD, 1, 0),
+        _REFUSE,
+        _ALLOW,
+    ]
     return b"".join(
         [
+            *(no_processes if processes else []),
             _instruction(_LD_W_ABS, _OFFSET_NR),
             _instruction(_JEQ, number["unshare"], 0, 1),
             _REFUSE,
@@ -158,13 +170,13 @@ def refuse_common(keep_unshare: bool) -> None:
     _install(_common_filter(keep_unshare))
 
 
-def refuse_for_child() -> None:
+def refuse_for_child(processes: bool = False) -> None:
     """Install the short filter, which knows the caller's pid, on top of the common one.
 
     Any installation costs some 0.4 ms, so where a slot has a user of its own, which bounds signals as well as this
-    does, it is left out.
+    does, it is left out. With ``processes`` it may start threads, but no process.
     """
-    _install(_child_filter(os.getpid()))
+    _install(_child_filter(os.getpid(), processes))
 
 
 def _install(code: bytes) -> None:

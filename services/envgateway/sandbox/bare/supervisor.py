@@ -25,6 +25,7 @@ from .zygote import ENDED, KILL, REQUEST, START
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANING_LOOK_S = 0.002
+_COUNT_USER_EVERY_S = 1.0
 _MAX_ZYGOTE_DEATHS = 5  # in a row, without one program ended
 _LOWEST_CHANNEL_FD = 10  # below are the descriptors that a zygote gives fixed numbers
 
@@ -47,6 +48,8 @@ class Supervisor:
         self._frames = wire.FrameReader()
         self._pid = os.getpid()
         self._zygote_deaths = 0
+        self._user_tasks = 0
+        self._count_again = 0.0
         self._epoll = select.epoll()
         self._epoll.register(gateway, select.EPOLLIN)
         self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -189,8 +192,8 @@ class Supervisor:
         run = Run(run_id, slot, limits, (out, err, note), time.monotonic())
         self._runs[run_id] = run
         request = REQUEST.pack(
-            START, run_id, slot.index, slot.uid, echo, limits.cpu_s, limits.memory_bytes, limits.processes,
-            limits.file_bytes, limits.open_files, slot.mark,
+            START, run_id, slot.index, slot.uid, echo, limits.cpu_s, limits.memory_bytes,
+            limits.processes + self._others_of_user(), limits.file_bytes, limits.open_files, slot.mark,
         )  # fmt: skip
         write_ends = [write_end for _, write_end in pipes]
         try:
@@ -199,6 +202,19 @@ class Supervisor:
             pass  # its end of file is the next event, and marks this run with the others
         for fd in [source_fd, *write_ends, *([stdin_fd] if stdin else [])]:
             os.close(fd)
+
+    def _others_of_user(self) -> int:
+        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
+
+        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
+        """
+        if self._tier != "0":
+            return 0
+        now = time.monotonic()
+        if now >= self._count_again:
+            self._user_tasks = procfs.num_tasks_of(os.getuid())
+            self._count_again = now + _COUNT_USER_EVERY_S
+        return self._user_tasks
 
     def _receive_ended(self) -> None:
         try:

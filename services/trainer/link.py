@@ -1,0 +1,81 @@
+"""What the training loop needs of the orchestrator, and that over gRPC. The loop's thread sees no coroutine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from services.common.types import RankBatch, WeightVersion
+from services.trainer.loop_thread import LoopThread
+from services.trainer.orchestrator_client import OrchestratorClient
+
+Interval = tuple[float, float]  # seconds since the epoch
+
+
+class Link(Protocol):
+    """One rank's way to the orchestrator. Commands, states and versions are the first rank's business."""
+
+    def pull(self, training_step: int) -> RankBatch | None:
+        """This rank's share; None after a bounded wait, or when there is a command to heed."""
+        ...
+
+    def publish(
+        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
+    ) -> None: ...
+
+    def set_state(self, state: str, training_step: int) -> None: ...
+
+    def set_gauge(self, name: str, value: float) -> None: ...
+
+    def set_checkpoint_step(self, step: int) -> None: ...
+
+    def take_checkpoint_command(self) -> bool: ...
+
+    @property
+    def paused(self) -> bool: ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to leave between two training steps."""
+        ...
+
+
+class GrpcLink:
+    """The ``Link`` of a process: synchronous, over the client's event loop."""
+
+    def __init__(self, client: OrchestratorClient, thread: LoopThread, rank: int) -> None:
+        self._client = client
+        self._thread = thread
+        self._rank = rank
+
+    def pull(self, training_step: int) -> RankBatch | None:
+        return self._thread.call(self._client.pull(training_step, self._rank))
+
+    def publish(
+        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
+    ) -> None:
+        self._thread.call(self._client.publish(version, metrics, intervals, finished_at))
+
+    def set_state(self, state: str, training_step: int) -> None:
+        self._client.report.state, self._client.report.training_step = state, training_step
+
+    def set_gauge(self, name: str, value: float) -> None:
+        self._client.report.gauges = {**self._client.report.gauges, name: value}  # read by the other thread
+
+    def set_checkpoint_step(self, step: int) -> None:
+        self._client.report.checkpoint_step = step
+
+    def take_checkpoint_command(self) -> bool:
+        asked, self._client.commands.checkpoint = self._client.commands.checkpoint, False
+        return asked
+
+    @property
+    def paused(self) -> bool:
+        return self._client.commands.paused
+
+    @property
+    def stopped(self) -> bool:
+        """Raises what the orchestrator refused this trainer with, if it did."""
+        if self._client.failure is not None:
+            raise self._client.failure
+        return self._client.commands.stop or self._client.commands.leave
