@@ -1,7 +1,7 @@
 """Membership in the orchestrator's pool: the stream of commands and the report that renews the lease.
 
     join loop:    JoinPool -> command -> replica ...   broken: again after a pause, same incarnation
-    report loop:  every 2 s ReportReplica <- replica   LEASE_LOST: makes the join loop join again
+    report loop:  ReportReplica <- replica, every 2 s and after each swap   LEASE_LOST: the join loop joins again
 
 A broken stream changes nothing for what is being played: the orchestrator keeps it assigned within the lease, and
 after that the first durable record of a slot wins. This file converts; what a command means is ``replica.py``'s.
@@ -30,6 +30,7 @@ from services.common.types import TaskGroupOrder, WeightVersion
 log = structlog.get_logger(__name__)
 
 REPORT_PERIOD_S = 2.0
+_LOOK_S = 0.05  # how soon a new version is noticed
 AWAY_TIMEOUT_S = 600.0  # an orchestrator that is away for longer does not come back: end, and let a supervisor decide
 _LEASE_LOSSES = 3  # within _LEASE_LOSS_WINDOW_S: another process claims this replica id
 _LEASE_LOSS_WINDOW_S = 60.0
@@ -95,6 +96,7 @@ class PoolClient:
         self._draining = False
         self._heard_at = time.monotonic()
         self._unreported: list[tuple[float, float]] = []  # stretches whose report did not arrive
+        self._told: tuple[WeightVersion, ...] = ()  # what the last report said is held
         self._lease_losses: list[float] = []
         self.num_joins = 0
 
@@ -134,7 +136,8 @@ class PoolClient:
             except UserError:
                 raise  # refused for what we are: joining again would be refused again
             except MillraceError as error:
-                log.warning("pool.stream_broke", error=error.message)
+                if not self._left.is_set():
+                    log.warning("pool.stream_broke", error=error.message)
             if self._welcomed.is_set():
                 delays = backoff()
             self._check_away()
@@ -216,15 +219,28 @@ class PoolClient:
         while not self._left.is_set():
             if self._welcomed.is_set() or self._draining:
                 answered = await self._report(warn=answered)
-            with contextlib.suppress(TimeoutError):
-                # The first report follows the welcome at once, so that free slots are known.
-                async with asyncio.timeout(self._report_period_s):
-                    await (self._left if self._welcomed.is_set() else self._welcomed).wait()
+            await self._until_due()
         await self._report(warn=False)
+
+    async def _until_due(self) -> None:
+        """Wait for the period, or for something that cannot wait: the welcome, a new version, the end.
+
+        The orchestrator gives no work to a replica whose reported version is too old, so a swap is told at once.
+        """
+        joined = self._welcomed.is_set()
+        due = time.monotonic() + self._report_period_s
+        while time.monotonic() < due:
+            if self._member.held_versions() != self._told if joined else self._welcomed.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_LOOK_S, self._report_period_s)):
+                    await self._left.wait()
+                    return
 
     async def _report(self, *, warn: bool) -> bool:
         report = self._member.report()
         self._unreported += report.emission_intervals
+        self._told = report.held_versions
         request = pool_pb2.ReportReplicaRequest(
             replica_id=self._identity.replica_id,
             incarnation=self._identity.incarnation,

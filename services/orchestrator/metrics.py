@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import structlog
 
 from services.common.metrics import MetricsWriter
 from services.orchestrator.journal.records import EvaluationResult
-
-log = structlog.get_logger()
+from services.orchestrator.tensorboard import EventFile
 
 
 class RunMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._rows = MetricsWriter(run_dir / "metrics" / "orchestrator.jsonl")
-        self._board = _open_board(run_dir / "tensorboard")
+        self._board = EventFile(run_dir / "tensorboard")
 
     def training_step(self, policy: str, step: int, values: Mapping[str, float]) -> None:
         self._rows.write("training_step", policy=policy, step=step, **values)
@@ -53,21 +51,8 @@ class RunMetrics:
 
     def close(self) -> None:
         self._rows.close()
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
 
     def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        if self._board is None:
-            return
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self._board.add_scalar(f"{group}/{name}", value, step)
+        self._board.scalars(step, {f"{group}/{name}": v for name, v in values.items() if math.isfinite(v)})
 
-
-def _open_board(directory: Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        log.info("tensorboard.off", hint="pip install 'millrace[orchestrator]' for TensorBoard files")
-        return None
-    return SummaryWriter(str(directory))

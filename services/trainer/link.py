@@ -1,47 +1,17 @@
-"""What the training loop needs of the orchestrator, and that over gRPC. The loop's thread sees no coroutine."""
+"""The training loop's ``Link`` over gRPC: synchronous for the loop's thread, a coroutine on the client's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from services.common.serde import Interval
 from services.common.types import RankBatch, WeightVersion
 from services.trainer.loop_thread import LoopThread
 from services.trainer.orchestrator_client import OrchestratorClient
 
-Interval = tuple[float, float]  # seconds since the epoch
-
-
-class Link(Protocol):
-    """One rank's way to the orchestrator. Commands, states and versions are the first rank's business."""
-
-    def pull(self, training_step: int) -> RankBatch | None:
-        """This rank's share; None after a bounded wait, or when there is a command to heed."""
-        ...
-
-    def publish(
-        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
-    ) -> None: ...
-
-    def set_state(self, state: str, training_step: int) -> None: ...
-
-    def set_gauge(self, name: str, value: float) -> None: ...
-
-    def set_checkpoint_step(self, step: int) -> None: ...
-
-    def take_checkpoint_command(self) -> bool: ...
-
-    @property
-    def paused(self) -> bool: ...
-
-    @property
-    def stopped(self) -> bool:
-        """Whether to leave between two training steps."""
-        ...
-
 
 class GrpcLink:
-    """The ``Link`` of a process: synchronous, over the client's event loop."""
+    """One rank's link."""
 
     def __init__(self, client: OrchestratorClient, thread: LoopThread, rank: int) -> None:
         self._client = client

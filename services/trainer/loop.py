@@ -1,6 +1,9 @@
 """The training loop: one batch, its updates, one published version, over and over.
 
-    commands -> pull (every rank its share) -> agree -> train -> publish -> now and then a checkpoint
+    heed commands -> pull (every rank its share) -> agree -> train -> publish -> now and then a checkpoint
+
+Invariant: nothing is computed before every rank holds its share of the same batch, and the words of the orchestrator
+are heeded between training steps only, by all ranks alike. Waiting ranks wait in a bounded collective for the first.
 
 Recovery: from the newest checkpoint, the recorded batches up to the ledger's newest version are trained again without
 publishing; then that version is offered once more (bit-equal arithmetic gives the same digest, and its new address is
@@ -11,16 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Protocol
 
 import structlog
 import torch
 
-from services.common.errors import InfrastructureError, VersionConflictError
+from services.common.errors import ModelMismatchError, VersionConflictError
 from services.common.types import RankBatch, WeightVersion
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.metrics import StepMetrics
+from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 
@@ -29,19 +30,23 @@ log = structlog.get_logger()
 PAUSE_POLL_S = 0.2
 _GO, _PAUSE, _STOP = 0, 1, 2
 
-Interval = tuple[float, float]
+Interval = tuple[float, float]  # seconds since the epoch
 
 
 class Link(Protocol):
-    """What the loop needs of the orchestrator. Commands, states and versions are the first rank's business."""
+    """One rank's way to the orchestrator. Commands, states and versions are the first rank's business."""
 
-    def pull(self, training_step: int) -> RankBatch | None: ...
+    def pull(self, training_step: int) -> RankBatch | None:
+        """This rank's share; None after a bounded wait, or when there is a command to heed."""
+        ...
 
     def publish(
         self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
     ) -> None: ...
 
     def set_state(self, state: str, training_step: int) -> None: ...
+
+    def set_gauge(self, name: str, value: float) -> None: ...
 
     def set_checkpoint_step(self, step: int) -> None: ...
 
@@ -51,7 +56,9 @@ class Link(Protocol):
     def paused(self) -> bool: ...
 
     @property
-    def stopped(self) -> bool: ...
+    def stopped(self) -> bool:
+        """Whether to leave between two training steps."""
+        ...
 
 
 class Publisher(Protocol):
@@ -83,10 +90,23 @@ class TrainingLoop:
         self._checkpoint_every = checkpoint_every
         self._saved = 0
         self._checkpoint_due = False
+        self._waited_s = 0.0
         self.failed_checkpoints = 0
 
     def recover(self, checkpoint_step: int, newest_version: int) -> int:
-        """Replay up to the ledger's newest version and offer it again; returns the last training step done."""
+        """Replay up to the ledger's newest version and offer it again; returns the last training step done.
+
+        ``newest_version`` is -1 when nothing is published yet: then version 0 is.
+
+        Raises:
+            ModelMismatchError: the checkpoint is ahead of the ledger, so it is of another history.
+        """
+        # One ahead: told to leave between the updates of a step and its publication.
+        if checkpoint_step > newest_version + 1:
+            raise ModelMismatchError(
+                f"the checkpoint of step {checkpoint_step} is ahead of the ledger, whose newest version is "
+                f"{newest_version}: it belongs to another history; remove it, or bring its journal back"
+            )
         self._saved = checkpoint_step
         self._link.set_checkpoint_step(checkpoint_step)
         for training_step in range(checkpoint_step + 1, newest_version + 1):
@@ -96,11 +116,12 @@ class TrainingLoop:
             self._step.run(batch)
             log.info("step.replayed", step=training_step, newest_version=newest_version)
         done = max(checkpoint_step, newest_version, 0)
+        self._link.set_state("publishing", done)
         self._publish(done, {}, [], time.time())
         return done
 
-    def run(self, done: int) -> None:
-        """Train until the last step, then serve what is published until told to stop."""
+    def run(self, done: int) -> int:
+        """Train until the last step, or until told to leave; returns the last training step done."""
         while done < self._num_steps:
             batch = self._next_batch(done + 1, "waiting_for_batch")
             if batch is None:
@@ -113,11 +134,19 @@ class TrainingLoop:
         if done != self._saved:
             self._checkpoint_due = True
             self._checkpoint_if_due(done)
-        self._set_state("finished", done)
-        self._wait_for_stop()
+        return done
+
+    def wait_for_stop(self, done: int) -> None:
+        """Let replicas fetch the last version until the orchestrator says that the run is over.
+
+        Without a deadline: an end evaluation lasts as long as it lasts, and the lease is renewed meanwhile.
+        """
+        self._link.set_state("finished", done)
+        while self._agreed_word() != _STOP:
+            time.sleep(PAUSE_POLL_S)
 
     def _train(self, batch: RankBatch) -> None:
-        self._set_state("training", batch.training_step)
+        self._link.set_state("training", batch.training_step)
         started = time.time()
         metrics = self._step.run(batch)
         finished = time.time()
@@ -129,8 +158,11 @@ class TrainingLoop:
             mismatch_abs=round(metrics.mismatch_abs, 6),
             seconds=round(finished - started, 3),
         )
-        self._set_state("publishing", batch.training_step)
-        self._publish(batch.training_step, flatten(metrics), [(started, finished)], finished)
+        self._link.set_gauge("step_seconds", metrics.seconds)
+        self._link.set_gauge("tokens_per_second", metrics.tokens_per_second)
+        self._link.set_state("publishing", batch.training_step)
+        flat = {name: float(value) for name, value in metrics.as_dict().items()}
+        self._publish(batch.training_step, flat, [(started, finished)], finished)
 
     def _publish(
         self, version: int, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
@@ -141,67 +173,60 @@ class TrainingLoop:
         try:
             self._link.publish(published, metrics, intervals, finished_at)
         except VersionConflictError as error:
-            # Replayed arithmetic was not bit-equal (a GPU): replicas keep the version they hold, the next is full.
+            # Replayed arithmetic was not bit-equal (a GPU): replicas keep the version they hold. The publisher knows
+            # that version under another digest, so it sends them the next one in full.
             log.warning("version.differs_after_replay", version=version, error=error.message)
 
     def _next_batch(self, training_step: int, state: str) -> RankBatch | None:
-        """The step's batch, once every rank holds its share; None when told to stop. Ranks agree before they compute."""
+        """The step's batch, once every rank holds its share; None when told to leave.
+
+        The first rank, which hears the commands, waits for the batch; the others ask when it is there and recorded,
+        so that they wait for no batch which a pause or a stop has made meaningless.
+        """
         while True:
-            self._set_state(state, training_step)
             word = self._agreed_word()
             if word == _STOP:
                 return None
             if word == _PAUSE:
-                self._set_state("paused", training_step)
+                self._link.set_state("paused", training_step)
                 time.sleep(PAUSE_POLL_S)
                 continue
-            batch = self._link.pull(training_step)
-            holds = torch.tensor(int(batch is not None), device=self._ranks.device)
-            if int(self._ranks.sum(holds)) == self._ranks.world_size:
-                return batch
+            self._link.set_state(state, training_step)
+            began = time.monotonic()
+            batch = self._link.pull(training_step) if self._ranks.is_first else None
+            if self._num_holding(batch) == 1:
+                if not self._ranks.is_first:
+                    batch = self._link.pull(training_step)
+                if self._num_holding(batch) == self._ranks.world_size:
+                    self._count_wait(time.monotonic() - began)
+                    return batch
+            self._count_wait(time.monotonic() - began)
+
+    def _num_holding(self, batch: RankBatch | None) -> int:
+        return int(self._ranks.sum(torch.tensor(int(batch is not None), device=self._ranks.device)))
 
     def _agreed_word(self) -> int:
         word = _STOP if self._link.stopped else _PAUSE if self._link.paused else _GO
         return int(self._ranks.max(torch.tensor(word, device=self._ranks.device)))
 
+    def _count_wait(self, seconds: float) -> None:
+        self._waited_s += seconds
+        self._link.set_gauge("waited_s", self._waited_s)
+
     def _checkpoint_if_due(self, done: int) -> None:
         asked = int(self._link.take_checkpoint_command() or self._checkpoint_due)
         if not int(self._ranks.max(torch.tensor(asked, device=self._ranks.device))):
             return
-        self._set_state("checkpointing", done)
+        self._link.set_state("checkpointing", done)
         try:
             self._checkpoints.save(done, self._step.model, self._step.optimizer)
-        except OSError as error:
+        except CheckpointFailedError as error:
             # Training goes on; the next step tries again. What is recorded since the last checkpoint is kept.
             self.failed_checkpoints += 1
             self._checkpoint_due = True
-            log.error("checkpoint.failed", step=done, error=str(error), failures=self.failed_checkpoints)
+            self._link.set_gauge("failed_checkpoints", self.failed_checkpoints)
+            log.error("checkpoint.failed", step=done, error=error.message, failures=self.failed_checkpoints)
             return
         self._checkpoint_due = False
         self._saved = done
         self._link.set_checkpoint_step(done)
-
-    def _wait_for_stop(self) -> None:
-        while self._agreed_word() != _STOP:
-            time.sleep(PAUSE_POLL_S)
-
-    def _set_state(self, state: str, training_step: int) -> None:
-        self._link.set_state(state, training_step)
-
-
-def flatten(metrics: StepMetrics) -> dict[str, float]:
-    """Flat numbers for the wire: nested ones by their own names."""
-    flat: dict[str, float] = {}
-    for name, value in asdict(metrics).items():
-        if isinstance(value, Mapping):
-            flat.update({str(key): float(item) for key, item in value.items()})
-        else:
-            flat[name] = float(value)
-    return flat
-
-
-def require_steps(run_steps: int, told: int) -> int:
-    """The recipe and the orchestrator must agree on the length of the run."""
-    if told != run_steps:
-        raise InfrastructureError(f"the orchestrator runs {told} steps, the recipe says {run_steps}: another recipe?")
-    return told

@@ -11,6 +11,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
@@ -112,7 +113,7 @@ class OrchestratorClient:
     def leave(self) -> None:
         """End waits: this process was told to go. The loop leaves after the step at hand."""
         self.commands.leave = True
-        self._held_up.set()
+        self._heed()
 
     async def _stay_joined(self) -> None:
         delays = backoff()
@@ -142,7 +143,7 @@ class OrchestratorClient:
     def _give_up(self, error: MillraceError) -> None:
         log.error("trainer.refused", error=error.message)
         self.failure = self.failure or error
-        self._held_up.set()
+        self._heed()
         if self._welcomed is not None and not self._welcomed.done():
             self._welcomed.set_exception(error)
 
@@ -161,18 +162,24 @@ class OrchestratorClient:
                     self._take_welcome(response.welcome)
                 case "pause":
                     self.commands.paused = True
-                    self._held_up.set()
                 case "resume":
                     self.commands.paused = False
-                    self._held_up.clear()
                 case "checkpoint":
                     self.commands.checkpoint = True
                 case "stop":
                     self.commands.stop = True
-                    self._held_up.set()
+            self._heed()
+
+    def _heed(self) -> None:
+        """Let waits for batches end while there is a reason not to train."""
+        if self.commands.paused or self.commands.stop or self.commands.leave or self.failure is not None:
+            self._held_up.set()
+        else:
+            self._held_up.clear()
 
     def _take_welcome(self, proto: training_pb2.TrainingWelcome) -> None:
         assert self._welcomed is not None
+        self.commands.paused = False  # a pause that still holds is said again
         if not self._welcomed.done():
             self._welcomed.set_result(
                 Welcome(
@@ -188,9 +195,9 @@ class OrchestratorClient:
             try:
                 with translated_errors(self._peer):
                     await self._report()
-            except LeaseLostError as error:  # the stream ends too, and joining again takes a new lease
-                log.debug("report.without_lease", error=error.message)
-            except (InfrastructureError, DeadlineError) as error:
+            except (
+                MillraceError
+            ) as error:  # a lost lease or orchestrator ends the stream of commands too, which joins again
                 log.debug("report.failed", error=error.message)
 
     async def _report(self) -> None:
@@ -248,7 +255,7 @@ class OrchestratorClient:
             while True:
                 limit = first_part_s if header is None else NEXT_PART_S
                 async with deadline(limit, f"the next part of batch {training_step}"):
-                    response = await call.read()
+                    response: Any = await call.read()
                 if response is grpc.aio.EOF:
                     raise CorruptDataError(f"batch {training_step} ended without a footer")
                 part = response.WhichOneof("part")

@@ -1,7 +1,8 @@
 """Makes a starting checkpoint by supervised training: ``python -m services.trainer.warm_start --run-dir DIR``.
 
-Seeded and deterministic: the same recipe gives the same bits. The checkpoint appears under its name only when it is
-complete, and is made once per run directory. It knows nothing about RL, versions or gRPC.
+Supervised on dialogues, with loss on what the assistant writes and nothing else. Seeded and deterministic: the same
+recipe gives the same bits. The checkpoint appears under its name only when it is complete, and is made once per run
+directory. It knows nothing about RL, versions or gRPC.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -21,11 +23,16 @@ from services.common.config.loading import load_resolved
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.config.services import WarmStartConfig
-from services.common.errors import ConfigError, DatasetError
+from services.common.errors import ConfigError, DatasetError, MillraceError, UserError
 from services.common.importing import load_object
 from services.common.logs import configure
 from services.common.metrics import MetricsWriter
 from services.common.process import die_with_parent_if_asked
+from services.trainer.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from services.common.chat import Chat
+    from services.trainer.packing import Document
 
 log = structlog.get_logger()
 
@@ -64,18 +71,21 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
     import torch
 
     from services.common.chat import Chat
-    from services.common.models import load_tokenizer
+    from services.common.models import check_model_matches, load_tokenizer
+    from services.trainer.export import save_weights
     from services.trainer.model import load_policy_model
     from services.trainer.optimizer import PolicyOptimizer
-    from services.trainer.packing import Document
     from services.trainer.sharding import Ranks
     from services.trainer.supervised import SupervisedStep
 
     policy = recipe.policies[config.policy]
     torch.manual_seed(recipe.run.seed)
+    torch.set_num_threads(policy.trainer.threads)
     ranks = Ranks.single()
-    chat = Chat(load_tokenizer(directory))
+    tokenizer = load_tokenizer(directory)
     model = load_policy_model(directory, ranks)
+    check_model_matches(model.causal_lm, tokenizer=tokenizer)
+    chat = Chat(tokenizer)
     optimizer = PolicyOptimizer(
         model.named_parameters(),
         OptimizerConfig(
@@ -89,15 +99,10 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
     step = SupervisedStep(model, optimizer, ranks, max_tokens_per_micro_batch=policy.trainer.token_budget)
     dialogues = _dialogues(config, recipe.run.seed)
     for update in range(1, config.steps + 1):
-        documents = []
-        for dialogue in islice(dialogues, config.batch_size):
-            example = chat.supervised(_messages(dialogue), dialogue.get("tools"))
-            if len(example.token_ids) > policy.model.context_length:
-                raise DatasetError(
-                    f"a dialogue has {len(example.token_ids)} tokens, more than the context of {config.policy} "
-                    f"({policy.model.context_length}): shorten it or raise policies.{config.policy}.model.context_length"
-                )
-            documents.append(Document.supervised(_ints(example.token_ids), _bools(example.is_assistant)))
+        documents = [
+            to_document(chat, dialogue, policy.model.context_length)
+            for dialogue in islice(dialogues, config.batch_size)
+        ]
         if not documents:
             raise DatasetError(f"warm_start.dialogues ran dry before update {update} of {config.steps}")
         done = step.run(documents)
@@ -113,7 +118,30 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
                 seconds=done.seconds,
             )
             log.info("warm_start.update", step=update, steps=config.steps, loss=round(done.loss, 4))
-    model.causal_lm.save_pretrained(directory)
+    save_weights(model.causal_lm, directory)
+    metrics.close()
+
+
+def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) -> Document:
+    """A dialogue as the trainer packs it: the assistant's tokens are targets, everything else is context.
+
+    Raises:
+        DatasetError: it is no dialogue, or longer than the context.
+    """
+    import numpy as np
+
+    from services.trainer.packing import Document
+
+    messages = dialogue.get("messages") if isinstance(dialogue, Mapping) else None
+    if not isinstance(messages, list):
+        raise DatasetError(f'a dialogue needs "messages": [{{"role", "content"}}, ...], got {str(dialogue)[:200]}')
+    example = chat.supervised(messages, dialogue.get("tools"))
+    if len(example.token_ids) > context_length:
+        raise DatasetError(
+            f"a dialogue has {len(example.token_ids)} tokens, more than the context ({context_length}): shorten it, "
+            f"or raise model.context_length; it begins {str(messages[0])[:120]}"
+        )
+    return Document.supervised(np.array(example.token_ids, np.int32), np.array(example.is_assistant, np.bool_))
 
 
 def _dialogues(config: WarmStartConfig, seed: int) -> Iterator[Mapping[str, Any]]:
@@ -123,32 +151,25 @@ def _dialogues(config: WarmStartConfig, seed: int) -> Iterator[Mapping[str, Any]
     path = Path(config.dialogues)
     if not path.is_file():
         raise ConfigError(f"warm_start.dialogues: no file {path}, and no import path (package.module:function) either")
+    rows = list(_rows(path))
+    if not rows:
+        raise DatasetError(f"{path} holds no dialogue")
     while True:  # as many passes as the updates need
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DatasetError(f"{path}, row {number}: not JSON: {error}") from None
+        yield from rows
 
 
-def _messages(dialogue: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    messages = dialogue.get("messages")
-    if not isinstance(messages, list):
-        raise DatasetError(f'a dialogue needs "messages": [{{"role", "content"}}, ...]; it has {sorted(dialogue)}')
-    return messages
-
-
-def _ints(values: tuple[int, ...]) -> Any:
-    import numpy as np
-
-    return np.asarray(values, dtype=np.int32)
-
-
-def _bools(values: tuple[bool, ...]) -> Any:
-    import numpy as np
-
-    return np.asarray(values, dtype=np.bool_)
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DatasetError(f"{path}, row {number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise DatasetError(f"{path}, row {number}: a dialogue is an object, this is {type(row).__name__}")
+            yield row
 
 
 def _check_made_by(target: Path, made_by: Mapping[str, Any]) -> None:
@@ -157,7 +178,7 @@ def _check_made_by(target: Path, made_by: Mapping[str, Any]) -> None:
         raise ConfigError(f"{target} was made by other warm_start settings: remove it, or start a new run")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.warm_start",
         description="Make the starting checkpoint of a run (recipe section warm_start) by supervised training.",
@@ -165,13 +186,19 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True, help="the run directory, which holds recipe.json")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
-    recipe = load_resolved(arguments.run_dir)
-    if recipe.warm_start is not None:
-        threads = recipe.policies[recipe.warm_start.policy].trainer.threads
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    configure("warm-start", arguments.run_dir)
-    make_starting_checkpoint(recipe, arguments.run_dir)
+    keep_freed_memory()
+    try:
+        recipe = load_resolved(arguments.run_dir)
+        if recipe.warm_start is not None:
+            threads = recipe.policies[recipe.warm_start.policy].trainer.threads
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        configure("warm-start", arguments.run_dir)
+        make_starting_checkpoint(recipe, arguments.run_dir)
+    except MillraceError as error:
+        sys.stderr.write(f"warm start: {error.message}\n")
+        return 2 if isinstance(error, UserError) else 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -49,12 +49,12 @@ def plan_moves(
         return [], []
     extent = int(rows[-1]) + 1
     holes = extent - len(rows)
-    if may_sort and attention_cost(np.sort(length[rows])[::-1]) < REORDER_GAIN * attention_cost(
-        np.where(live, length, 1)[:extent]
-    ):
+    if may_sort:
         # Coarse classes: rows of about the same length keep their places.
         wanted = rows[np.argsort(-(length[rows] // 32), kind="stable")]
-        return _permutation(wanted, extent)
+        now = attention_cost(np.where(live, length, 1)[:extent])
+        if attention_cost(length[wanted]) < REORDER_GAIN * now:
+            return _permutation(wanted, extent)
     if holes > max(2, HOLES_TOLERATED * extent):
         inside = rows[rows < len(rows)]
         gaps = np.setdiff1d(np.arange(len(rows)), inside, assume_unique=True)

@@ -9,8 +9,6 @@ not import torch.
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib
 import math
 import time
 from collections import deque
@@ -23,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.importing import load_object
 from services.common.models import check_weights_match
 from services.common.types import Logprobs, Segment, TokenIds
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
@@ -70,7 +69,7 @@ class _Entry:
 
 
 class ScriptedEngine:
-    """``script`` is a function of the request, or its dotted path; ``tokens_per_second`` 0 means at once."""
+    """``script`` is a function of the request, or its import path ``package.module:name``; ``tokens_per_second`` 0 means at once."""
 
     def __init__(
         self,
@@ -85,7 +84,9 @@ class ScriptedEngine:
         shapes: Mapping[str, Any] | None = None,  # when given, update() checks names and shapes against it
         on_tokens: Callable[[int, float], None] | None = None,  # called when a request ends
     ) -> None:
-        self._script = _resolve(script) if isinstance(script, str) else (script or RandomTokens())
+        self._script: Script = load_object(script) if isinstance(script, str) else (script or RandomTokens())
+        if not callable(self._script):
+            raise ConfigError(f"script {script!r} is not a function of a GenerationRequest")
         self._num_slots = num_slots
         self._context_length = context_length
         self._tokens_per_second = tokens_per_second or math.inf
@@ -258,17 +259,3 @@ def scripted_logprobs(tokens: TokenIds) -> Logprobs:
     """A fixed function of token and place, in (-3, 0)."""
     mixed = tokens.astype(np.int64) * 2654435761 + np.arange(len(tokens), dtype=np.int64) * 40503
     return np.asarray(-0.05 - (mixed % 1021) / 1021 * 2.9, dtype=np.float32)
-
-
-@functools.cache
-def _resolve(path: str) -> Script:
-    """``package.module:name`` or ``package.module.name``."""
-    module_name, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        script = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"script {path!r} cannot be imported: {error}; write package.module:function") from error
-    if not callable(script):
-        raise ConfigError(f"script {path!r} is not a function of a GenerationRequest")
-    resolved: Script = script
-    return resolved

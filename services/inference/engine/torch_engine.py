@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
+from services.common.aio import deadline
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.core import Core, Counters, Entry
@@ -136,12 +137,9 @@ class TorchEngine:
         """Run a command in the engine thread, between two steps."""
         waiter = _Waiter()
         self._post(lambda: self._finished.append((waiter, command())), waiter)
-        try:
-            async with asyncio.timeout(CONTROL_TIMEOUT_S):
-                result: T = await waiter.future
-                return result
-        except TimeoutError:
-            raise DeadlineError(f"engine {name} was not answered within {CONTROL_TIMEOUT_S:.0f} s") from None
+        async with deadline(CONTROL_TIMEOUT_S, f"engine {name}"):
+            result: T = await waiter.future
+        return result
 
     def _post(self, command: Callable[[], None], waiter: _Waiter) -> None:
         with self._changed:

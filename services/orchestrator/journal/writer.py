@@ -79,6 +79,7 @@ class Journal:
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._closing = threading.Event()
+        self._closed = False
         self.blocked = ""  # why nothing is being written; empty while all is well
         self.num_commits = 0
         self.num_records = 0
@@ -118,7 +119,11 @@ class Journal:
         return self._probe(self.directory)
 
     async def close(self) -> None:
-        """Write what is queued and stop. Gives up after a deadline when the disk is full: nothing of it was promised."""
+        """Write what is queued and stop. Gives up after a deadline when the disk is full: nothing of it was promised.
+        Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         if self._thread is not None:
             self._closing.set()
             self._queue.put(None)

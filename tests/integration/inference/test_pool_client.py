@@ -176,6 +176,14 @@ async def test_stretches_whose_report_was_lost_are_told_later(orchestrator: Fake
         await until(lambda: sum(len(r.emission_intervals) for r in orchestrator.reports) > told)
 
 
+async def test_a_new_version_is_reported_before_the_period_is_over(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator, report_period_s=3600.0):
+        await until(lambda: orchestrator.reports)
+        for number in (0, 1):
+            await holds(orchestrator, number)
+        assert len(orchestrator.reports) == 3
+
+
 async def test_a_cancelled_group_is_not_reported_and_frees_its_slots(orchestrator: FakeOrchestrator) -> None:
     async with joined(orchestrator, engine={"latency_s": 60.0}) as member:
         await holds(orchestrator, 0)

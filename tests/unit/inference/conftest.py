@@ -39,17 +39,17 @@ def build_model(kind: str, *, tied: bool = True, seed: int = 0) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-    sizes = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+    }
     config = {
         "qwen3": lambda: Qwen3Config(head_dim=24, **sizes),
         "qwen2": lambda: Qwen2Config(**sizes),

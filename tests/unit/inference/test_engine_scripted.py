@@ -32,7 +32,7 @@ def test_importing_it_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("script", [echo, f"{__name__}:echo", f"{__name__}.echo"])
+@pytest.mark.parametrize("script", [echo, f"{__name__}:echo"])
 async def test_a_script_is_a_function_or_its_path(script: object) -> None:
     engine = await started(script)
     generation = await engine.generate(make_request([5, 6, 7], stop=(2,), max_new_tokens=10))

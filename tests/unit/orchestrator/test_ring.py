@@ -54,7 +54,7 @@ class World:
             "policies": {"model0": {"model": {"path": "none"}, "batch": self.batch}},
             "data": {"train": {"path": "unused"}, "evaluation": {"path": "unused"}},
             "rollout": {"group_size": 4, "timeout_s": 10.0},
-            "orchestrator": {"min_free_bytes": 0},
+            "orchestrator": {"min_free_bytes": 5_000_000},
             "evaluation": {"samples_per_task": self.samples_per_task},
         }
         self.journal = Journal(self.run_dir / "journal")
@@ -192,6 +192,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     orders = await world.orders(lost)
     name = orders[0].task_group_id
     await world.send(trajectory(name, 1, reward=1.0), failure(name, 2))
+    orders += await world.orders(lost)  # the failure returned its quota
     other = world.join("other")
     assert await world.orders(other) == []
     world.clock.now += 20.0
@@ -416,7 +417,7 @@ async def test_little_free_disk_holds_back_new_work_and_says_so(worlds: Callable
     world = worlds()
     await world.publish(0)
     replica = world.join()
-    monkeypatch.setattr(world.ring.journal, "free_bytes", lambda: -1)
+    monkeypatch.setattr(world.ring.journal, "free_bytes", lambda: 4_000_000)
     await Watch(world.ring).tick()
     world.train()
     assert await world.orders(replica) == []

@@ -1,0 +1,77 @@
+"""Builds the training step of a policy from its section of the recipe. Used by the trainer and by offline replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.config.recipe import Recipe
+from services.common.models import check_model_matches, load_tokenizer
+from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
+from services.trainer.model import load_policy_model
+from services.trainer.optimizer import PolicyOptimizer
+from services.trainer.sharding import Ranks, init_ranks
+from services.trainer.step import TrainStep
+
+# How long ranks wait for the first, which waits for the orchestrator; a rank that dies is noticed at once.
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+def join_ranks(recipe: Recipe, policy: str) -> Ranks:
+    """This process's place among the ranks, with threads and device as the recipe wants them."""
+    config = recipe.policies[policy].trainer
+    torch.set_num_threads(config.threads)
+    return init_ranks(
+        timeout_s=COLLECTIVE_TIMEOUT_S,
+        device=None if config.device == "auto" else config.device,
+        always_group=config.compute_dtype != config.master_dtype,
+    )
+
+
+def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[TrainStep, Any]:
+    """The training step of a policy at its starting checkpoint, and the tokenizer that lies beside it.
+
+    Raises:
+        ConfigError: there is no model or no tokenizer at ``path``.
+        ModelMismatchError: the tokenizer has ids that the model lacks.
+    """
+    config = recipe.policies[policy]
+    tokenizer = load_tokenizer(path)
+    master: torch.dtype = getattr(torch, config.trainer.master_dtype)
+    same = config.trainer.compute_dtype == config.trainer.master_dtype
+    compute: torch.dtype | None = None if same else getattr(torch, config.trainer.compute_dtype)
+    torch.manual_seed(recipe.run.seed)
+    model = load_policy_model(
+        path,
+        ranks,
+        dtype=master,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        compute_dtype=compute,
+    )
+    check_model_matches(model.causal_lm, tokenizer=tokenizer)
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        reference = load_policy_model(path, ranks, dtype=master, trainable=False, compute_dtype=compute)
+    step = TrainStep(
+        model,
+        PolicyOptimizer(model.named_parameters(), recipe.optimizer(policy)),
+        config.algorithm,
+        ranks,
+        max_tokens_per_micro_batch=config.trainer.token_budget,
+        temperature=recipe.sampling.temperature,
+        reference=reference,
+    )
+    return step, tokenizer
+
+
+def open_checkpoints(recipe: Recipe, policy: str, run_dir: Path, ranks: Ranks) -> Checkpoints:
+    """The checkpoints of a policy in a run directory."""
+    assert recipe.run.id is not None
+    return Checkpoints(
+        run_dir / "checkpoints" / policy,
+        CheckpointIdentity(run_id=recipe.run.id, policy=policy),
+        recipe.policies[policy].trainer.keep_checkpoints,
+        ranks,
+    )

@@ -1,0 +1,125 @@
+"""Invariant 1, over a whole run: what is trained is what was sampled, and every sampled token's log-probability is
+that of a forward pass of the weight version named on its segment, before, across and after swaps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.cli.replay import replay_step
+from services.common.config.loading import load_resolved
+from services.common.types import TokenSource
+from services.orchestrator.batches import read_batch
+from services.orchestrator.journal.writer import JournalReader
+from services.trainer.attention import Documents
+from services.trainer.setup import build_step, open_checkpoints
+from services.trainer.sharding import Ranks
+from tests.e2e.conftest import REPOSITORY, Run
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One run for all questions; nobody changes it."""
+    run = Run(
+        tmp_path_factory.mktemp("runs"),
+        "parity",
+        f"run.steps={STEPS}",
+        "policies.model0.trainer.checkpoint_every=1",
+        "policies.model0.trainer.keep_checkpoints=10",
+        # Steps large enough that a token attributed to the wrong version would be far off.
+        "policies.model0.optimizer.lr=3e-3",
+    )
+    try:
+        run.finish()
+        yield run
+    finally:
+        run.stop()
+
+
+def sampled_sequences(run: Run) -> dict[str, dict[str, Any]]:
+    """Sequence id to what the journal recorded as sampled."""
+    return {
+        f"{record['task_group_id']}/{record['index']}/{position}": sequence
+        for record in run.records()
+        if "task_group_id" in record and "replica_id" in record and "sequences" in record
+        for position, sequence in enumerate(record["sequences"])
+    }
+
+
+def forward_logprobs(model: Any, token_ids: np.ndarray) -> torch.Tensor:
+    """Log-probability of each token but the first, at temperature 1. [num_tokens - 1]"""
+    ids = torch.tensor(np.array(token_ids), dtype=torch.int64)
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False, documents=Documents.from_offsets(np.array([0, len(ids)]))).logits[0]
+    return torch.log_softmax(logits[:-1].double(), dim=-1).gather(1, ids[1:, None])[:, 0]
+
+
+def test_sampled_tokens_are_trained_and_their_logprobs_are_those_of_their_version(finished: Run) -> None:
+    recipe = load_resolved(finished.directory)
+    sampled = sampled_sequences(finished)
+    reader = JournalReader(finished.directory / "journal")
+    ranks = Ranks.single()
+    step, _ = build_step(recipe, "model0", recipe.model_path("model0", finished.directory), ranks)
+    checkpoints = open_checkpoints(recipe, "model0", finished.directory, ranks)
+    by_version: dict[int, list[tuple[np.ndarray, int, np.ndarray]]] = defaultdict(list)
+    for number in range(1, STEPS + 1):
+        batch = read_batch(reader, "model0", number).share(0, 1)
+        assert len(batch.sequences) >= 32
+        for item in batch.sequences:
+            recorded = sampled[item.sequence_id]
+            assert [list(s.token_ids) for s in item.sequence.segments] == [s["token_ids"] for s in recorded["segments"]]
+            begin = 0
+            for segment in item.sequence.segments:
+                if segment.source is TokenSource.POLICY:
+                    by_version[segment.weight_version].append(
+                        (item.sequence.token_ids, begin, np.array(segment.logprobs))
+                    )
+                begin += segment.num_tokens
+    reader.close()
+    assert set(by_version) >= {0, 1, 2}, "tokens of several versions were trained"
+    for version, segments in sorted(by_version.items()):
+        if version > 0:
+            checkpoints.load(version, step.model, step.optimizer)
+        for token_ids, begin, logprobs in segments[:48]:
+            expected = forward_logprobs(step.model.causal_lm, token_ids)[begin - 1 : begin - 1 + len(logprobs)]
+            assert np.abs(expected.numpy() - logprobs).max() <= 1e-4, f"version {version}"
+
+
+def test_a_recorded_batch_trains_to_the_same_bits(finished: Run) -> None:
+    result = replay_step(finished.directory, "model0", STEPS)
+    assert result["equal"], result
+    assert result["from_checkpoint"] == STEPS - 1
+
+
+def test_the_commands_for_people_read_a_finished_run(finished: Run) -> None:
+    def millrace(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "What is" in millrace("trajectories", str(finished.directory), "--last", "2")
+    picture = finished.directory / "again.png"
+    millrace("plot", str(finished.directory), str(finished.directory), "-o", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((finished.directory / "summary.json").read_text())
+    assert summary["state"] == "finished"
+    assert (finished.directory / "export" / "model0" / "model.safetensors").exists()

@@ -1,0 +1,144 @@
+"""The warm start: deterministic, loss on the assistant's tokens only, made once, clear about bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common.chat import Chat
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError, DatasetError, ModelMismatchError
+from services.common.models import load_tokenizer
+from services.trainer.warm_start import make_starting_checkpoint, to_document
+from tests.unit.trainer_service.building import POLICY, recipe, save_tokenizer
+
+HERE = "tests.unit.trainer_service"
+DIALOGUE = {
+    "messages": [
+        {"role": "user", "content": "What is one plus two"},
+        {"role": "assistant", "content": "one plus two"},
+        {"role": "tool", "content": "three"},
+        {"role": "assistant", "content": "equals three"},
+    ]
+}
+
+
+def dialogues(seed: int, limit: int = 10_000) -> Iterator[dict[str, Any]]:
+    """A ``warm_start.dialogues``."""
+    rng = np.random.default_rng(seed)
+    for _ in range(limit):
+        word = ["one", "two", "three"][int(rng.integers(3))]
+        question = {"role": "user", "content": f"What is {word}"}
+        yield {"messages": [question, {"role": "assistant", "content": f"equals {word}"}]}
+
+
+def warm_recipe(seed: int = 3, **warm_start: Any) -> Recipe:
+    section = {
+        "policy": POLICY,
+        "builder": f"{HERE}.building:build",
+        "dialogues": f"{HERE}.test_warm_start:dialogues",
+        "steps": 12,
+        "batch_size": 8,
+        "learning_rate": 1e-2,
+    } | warm_start
+    return recipe(None, run={"seed": seed}, warm_start=section)
+
+
+def losses(run_dir: Path) -> list[float]:
+    rows = map(json.loads, (run_dir / "metrics" / "warm_start.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path: Path) -> None:
+    made = [
+        make_starting_checkpoint(warm_recipe(seed), tmp_path / name)
+        for name, seed in (("a", 3), ("again", 3), ("other", 4))
+    ]
+    first, again, other = ((path / "model.safetensors").read_bytes() for path in made)
+    assert first == again
+    assert first != other
+    assert losses(tmp_path / "a")[-1] < 0.7 * losses(tmp_path / "a")[0]
+
+
+def test_loss_is_on_the_assistants_tokens_and_nothing_else(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    document = to_document(Chat(tokenizer), DIALOGUE, context_length=64)
+    trained = tokenizer.decode(document.token_ids[document.loss_mask])
+    context = tokenizer.decode(document.token_ids[~document.loss_mask])
+    assert trained.split() == ["one", "plus", "two", "<|im_end|>", "equals", "three", "<|im_end|>"]
+    assert context.split() == (
+        "<|im_start|> user What is one plus two <|im_end|> <|im_start|> assistant "
+        "<|im_start|> tool three <|im_end|> <|im_start|> assistant"
+    ).split()  # fmt: skip
+
+
+def test_it_is_made_once_and_left_alone(tmp_path: Path) -> None:
+    made = make_starting_checkpoint(warm_recipe(), tmp_path)
+    changed = (made / "model.safetensors").stat().st_mtime_ns
+    assert make_starting_checkpoint(warm_recipe(), tmp_path) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == changed
+
+
+def test_one_made_by_other_settings_is_refused(tmp_path: Path) -> None:
+    make_starting_checkpoint(warm_recipe(), tmp_path)
+    with pytest.raises(ConfigError, match="made by other warm_start settings"):
+        make_starting_checkpoint(warm_recipe(steps=13), tmp_path)
+
+
+def test_a_half_made_one_is_made_again(tmp_path: Path) -> None:
+    made = make_starting_checkpoint(warm_recipe(), tmp_path)
+    expected = (made / "model.safetensors").read_bytes()
+    shutil.move(made, made.with_name(f"{made.name}.partial"))
+    (made.with_name(f"{made.name}.partial") / "model.safetensors").write_bytes(b"torn")
+    assert (make_starting_checkpoint(warm_recipe(), tmp_path) / "model.safetensors").read_bytes() == expected
+
+
+def test_dialogues_may_be_a_file_that_is_read_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in dialogues(1, limit=10)))
+    make_starting_checkpoint(warm_recipe(dialogues=str(path)), tmp_path / "run")
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no dialogue"),
+        ('{"messages": []}\n{oops\n', "row 2: not JSON"),
+        ("[1]\n", "row 1: a dialogue is an object, this is list"),
+        ('{"question": "x"}\n', 'a dialogue needs "messages"'),
+        ('{"messages": [{"role": "user", "content": "one"}]}\n', "a dialogue needs a user turn and then an assistant"),
+        (
+            json.dumps({"messages": [{"role": "user", "content": "one " * 70}, {"role": "assistant", "content": "two"}]}),
+            "more than the context \\(64\\)",
+        ),
+    ],
+)
+def test_bad_dialogues_are_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text(text)
+    with pytest.raises(DatasetError, match=words):
+        make_starting_checkpoint(warm_recipe(dialogues=str(path)), tmp_path / "run")
+    assert not (tmp_path / "run" / "warm_start" / POLICY).exists()
+
+
+def test_dialogues_that_run_dry_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="ran dry before update 3 of 12"):
+        make_starting_checkpoint(warm_recipe(dialogue_settings={"limit": 16}), tmp_path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file nowhere.jsonl, and no import path"):
+        make_starting_checkpoint(warm_recipe(dialogues="nowhere.jsonl"), tmp_path)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelMismatchError, match="vocabulary does not match: the tokenizer has 40 tokens"):
+        make_starting_checkpoint(warm_recipe(builder_settings={"vocabulary": 40}), tmp_path)
