@@ -57,7 +57,7 @@ def main() -> None:
         _play(options.role, options.port, options.seed)
         return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    seconds, repeats, num_due = (5.0, 2, 100) if options.quick else (15.0, 5, 600)
+    seconds, repeats, num_due = (4.0, 2, 80) if options.quick else (15.0, 5, 600)
     gaps = _gaps(num_due, options.seed)
     ours, theirs = [], []
     for _ in range(repeats):  # interleaved: a busy machine slows both

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import structlog
 
@@ -30,7 +32,7 @@ async def fetch(
         CorruptDataError: what came is another version than the ledger's, or ends early.
     """
     async with channel(source) as connection:
-        stub = weights_pb2_grpc.WeightServiceStub(connection)
+        stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(connection)
         payload = await _manifest(stub, source, run_id, version, base)
         if payload.target.digest != version.digest or payload.target.version != version.number:
             raise CorruptDataError(
@@ -43,7 +45,7 @@ async def fetch(
 
 
 async def _manifest(
-    stub: weights_pb2_grpc.WeightServiceStub, source: str, run_id: str, version: WeightVersion, base: BaseVersion | None
+    stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, run_id: str, version: WeightVersion, base: BaseVersion | None
 ) -> Payload:
     request = weights_pb2.GetManifestRequest(
         run_id=run_id,
@@ -63,7 +65,7 @@ async def _manifest(
         return await _manifest(stub, source, run_id, version, None)
 
 
-async def _chunks(stub: weights_pb2_grpc.WeightServiceStub, source: str, payload: Payload) -> memoryview:
+async def _chunks(stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, payload: Payload) -> memoryview:
     buffer = bytearray(payload.size_bytes)
     offset = 0
     for attempt in range(1, STREAM_ATTEMPTS + 1):
@@ -81,7 +83,7 @@ async def _chunks(stub: weights_pb2_grpc.WeightServiceStub, source: str, payload
 
 
 async def _stream(
-    stub: weights_pb2_grpc.WeightServiceStub, source: str, payload: Payload, buffer: bytearray, offset: int
+    stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, payload: Payload, buffer: bytearray, offset: int
 ) -> int:
     call = stub.FetchWeights(
         weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=offset), metadata=call_metadata()
@@ -90,7 +92,7 @@ async def _stream(
         with translated_errors(f"weights at {source}"), call_cancellation_is_an_error("FetchWeights"):
             while True:
                 async with deadline(DEADLINES["FetchWeights"], f"the next chunk of weights from {source}"):
-                    response = await call.read()
+                    response: Any = await call.read()  # a message, or the mark of the end
                 if response is grpc.aio.EOF:
                     return offset
                 end = offset + len(response.data)

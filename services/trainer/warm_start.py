@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ def make_starting_checkpoint(recipe: Recipe, run_dir: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
-    _train(recipe, config, partial, MetricsWriter(run_dir / "metrics" / "warm_start.jsonl"))
+    with closing(MetricsWriter(run_dir / "metrics" / "warm_start.jsonl")) as metrics:
+        _train(recipe, config, partial, metrics)
     (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
     partial.rename(target)
     log.info("warm_start.done", path=str(target))
@@ -119,7 +121,6 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
             )
             log.info("warm_start.update", step=update, steps=config.steps, loss=round(done.loss, 4))
     save_weights(model.causal_lm, directory)
-    metrics.close()
 
 
 def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) -> Document:

@@ -23,7 +23,7 @@ def _line(problem: dict[str, Any], root: type[BaseModel]) -> str:
         return f"{path}: unknown key{_nearest(str(location[-1]), _section_at(root, location[:-1]))}"
     if kind == "missing":
         return f"{path}: missing; {_describe(root, location)}"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if kind in ("model_type", "dict_type"):
         message = "Write keys and values below it"
     if not location:

@@ -92,7 +92,7 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no mapping: a recipe begins with lines such as `name: my-recipe`")
-    tree = _absolute(tree, file.parent)
+    tree = {str(key): _absolute(value, file.parent) for key, value in tree.items()}
     base = tree.pop("extends", None)
     if base is None:
         return tree

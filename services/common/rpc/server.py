@@ -15,6 +15,7 @@ import errno
 import ipaddress
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -108,6 +109,7 @@ class Server:
                 f"{self.service} cannot listen on {self.address}: {_why_not(self.host, self.port)}; stop what holds "
                 f"the port, or give this service another with {self._port_setting} in the recipe (0 takes a free one)"
             ) from None
+        self._heed_signals()
         await self._server.start()
         log.info("server.listening", service=self.service, address=self.address)
         return self.port
@@ -127,10 +129,14 @@ class Server:
 
     async def wait_for_stop(self) -> None:
         """Return on SIGTERM, SIGINT or ``request_stop``. No deadline: a service runs until it is told to stop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop_requested.set)
         await self._stop_requested.wait()
+
+    def _heed_signals(self) -> None:
+        """From the first answer on, so that no signal ends the process uncleanly; a thread's loop cannot."""
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stop_requested.set)
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Say NOT_SERVING, refuse new calls, end long streams, let running calls end within the grace, close."""

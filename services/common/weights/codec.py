@@ -161,7 +161,8 @@ def _positions(coded: npt.NDArray[np.uint8], num_changes: int, num_elements: int
 def _steps(old: Bits, new: Bits, is_float: bool) -> Bits:
     """Zigzagged number of representable values from old to new, wrapping."""
     difference = _rank(new, is_float) - _rank(old, is_float)
-    return (difference << _one(difference)) ^ _sign_fill(difference)
+    zigzagged: Bits = (difference << _one(difference)) ^ _sign_fill(difference)
+    return zigzagged
 
 
 def _apply_steps(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
@@ -229,5 +230,5 @@ def _unpack_sparse_steps(reader: PlaneReader, count: int, dtype: np.dtype[Any]) 
     sizes: Bits = np.zeros(count, dtype=dtype)
     one = _one(sizes)
     sizes[where] = _unpack_steps(reader, len(where), dtype) + one
-    ordinals = (sizes << one) | signs
-    return ordinals + one
+    zigzagged: Bits = ((sizes << one) | signs) + one
+    return zigzagged

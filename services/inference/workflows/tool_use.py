@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from services.common.tool_calls import MalformedCall, cut_in_the_middle, find_call, parse_json_call
 from services.common.types import StopReason, Task
 from services.inference.workflows.base import Gateway, Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.rewards import build_grader
-from services.inference.workflows.tool_calls import MalformedCall, cut_in_the_middle, find_call, parse_json_call
 from services.inference.workflows.tools import ToolResult, build_tools, check_arguments, execution_result
 
 _STOP_REASONS = {

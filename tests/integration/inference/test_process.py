@@ -83,6 +83,22 @@ async def test_a_signal_ends_a_replica_in_order(
     assert "never retrieved" not in output
 
 
+async def test_a_signal_ends_what_is_being_played_without_a_record(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.recipe = scripted_recipe(
+        inference={"a": {"engine": "scripted", "port": 0, "scripted": {"latency_s": 600.0}}}
+    )
+    process = await start("--orchestrator", orchestrator.address)
+    await until(lambda: orchestrator.reports, "the first report")
+    orchestrator.announce("model0", 0)
+    orchestrator.order(make_order(timeout_s=600.0))
+    await until(lambda: orchestrator.reports[-1].running_task_group_ids, "a report of running rollouts")
+    process.terminate()
+    code, output = await end_of(process)
+    assert code == 0, output
+    assert "Traceback" not in output
+    assert orchestrator.records == []  # its lease runs out, and another replica plays the slots
+
+
 async def test_health_is_serving_and_status_has_gauges(
     orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
 ) -> None:

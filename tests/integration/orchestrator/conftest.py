@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.config.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-
 from tests.integration.orchestrator.conftest import Orchestrator
 
 Make = Callable[..., Orchestrator]

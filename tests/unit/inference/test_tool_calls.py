@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.inference.workflows.tool_calls import (
+from services.common.tool_calls import (
     MalformedCall,
     ToolCall,
     cut_in_the_middle,

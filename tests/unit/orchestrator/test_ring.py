@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from services.common.config.loading import validate
-from services.common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LeaseLostError, VersionConflictError
+from services.common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LeaseLostError,
+    VersionConflictError,
+)
 from services.common.types import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup

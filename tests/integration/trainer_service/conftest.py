@@ -1,0 +1,111 @@
+"""A model on disk, an orchestrator for trainers, trainers in this process and trainers as processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import MillraceError
+from tests.integration.trainer_service.orchestrating import FakeOrchestrator
+from tests.unit.trainer_service.building import POLICY, recipe, save_model
+
+EXIT_S = 60.0
+
+MakeOrchestrator = Callable[..., Awaitable[FakeOrchestrator]]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", seed=1)
+
+
+@pytest.fixture
+async def make_orchestrator(tmp_path: Path, model: Path) -> AsyncIterator[MakeOrchestrator]:
+    """Starts orchestrators and stops them; keywords are those of ``building.recipe``."""
+    made: list[FakeOrchestrator] = []
+
+    async def make(path: Path = model, **sections: Any) -> FakeOrchestrator:
+        orchestrator = FakeOrchestrator(recipe(path, **sections), tmp_path / f"run{len(made)}")
+        made.append(orchestrator)
+        await orchestrator.serve()
+        return orchestrator
+
+    yield make
+    for orchestrator in made:
+        await orchestrator.stop_serving()
+
+
+class TrainerProcess:
+    """``python -m services.trainer``, to be killed and started again."""
+
+    def __init__(self, orchestrator: FakeOrchestrator, run_dir: Path, num_ranks: int = 1, policy: str = POLICY) -> None:
+        self.run_dir = run_dir
+        module = ["services.trainer"]
+        if num_ranks > 1:
+            module = ["services.trainer.launch_ranks", f"--num-ranks={num_ranks}"]
+        self._argv = [sys.executable, "-m", *module, f"--policy={policy}", f"--orchestrator={orchestrator.address}"]
+        self._argv += [f"--run-dir={run_dir}"]
+        self.process: subprocess.Popen[bytes] | None = None
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        with (self.run_dir / "stderr.txt").open("ab") as errors:
+            self.process = subprocess.Popen(
+                self._argv, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+            )
+
+    async def wait(self) -> int:
+        assert self.process is not None
+        return await asyncio.to_thread(self.process.wait, EXIT_S)
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        await self.wait()
+
+    def terminate(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+
+    @property
+    def errors(self) -> str:
+        return (self.run_dir / "stderr.txt").read_text()
+
+    def events(self) -> list[str]:
+        return [line for path in (self.run_dir / "logs").glob("trainer-*.jsonl") for line in path.read_text().splitlines()]
+
+    def close(self) -> None:
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # all have left
+            self.process.wait(10)
+
+
+@pytest.fixture
+def trainers() -> Iterator[Callable[..., TrainerProcess]]:
+    """Makes trainers and ends their processes."""
+    made: list[TrainerProcess] = []
+
+    def make(orchestrator: FakeOrchestrator, **settings: Any) -> TrainerProcess:
+        made.append(TrainerProcess(orchestrator, settings.pop("run_dir", orchestrator.run_dir), **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.close()
+
+
+def failure_of(task: asyncio.Task[Any]) -> MillraceError:
+    error = task.exception()
+    assert isinstance(error, MillraceError)
+    return error

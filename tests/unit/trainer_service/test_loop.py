@@ -1,0 +1,215 @@
+"""The order of things: commands between steps, recovery without publishing, checkpoints that are tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import ModelMismatchError, VersionConflictError
+from services.common.types import RankBatch, WeightVersion
+from services.common.weights.digest import tensor_digest
+from services.trainer import loop as loop_module
+from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.loop import TrainingLoop
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+from tests.unit.trainer.building import train_step
+from tests.unit.trainer_service.building import batch_of
+
+STEPS = 5
+
+
+@dataclass
+class FakeLink:
+    """Remembers what it was told; ``before_pull`` may change the words."""
+
+    before_pull: Callable[[FakeLink, int], None] = lambda link, step: None
+    ledger: dict[int, str] = field(default_factory=dict)
+    pulls: list[int] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+    checkpoint_steps: list[int] = field(default_factory=list)
+    gauges: dict[str, float] = field(default_factory=dict)
+    checkpoint: bool = False
+    paused: bool = False
+    stopped: bool = False
+
+    def pull(self, training_step: int) -> RankBatch | None:
+        self.pulls.append(training_step)
+        self.before_pull(self, training_step)
+        return None if self.paused or self.stopped else batch_of(training_step)
+
+    def publish(
+        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[object], finished_at: float
+    ) -> None:
+        self.published.append(version.number)
+        if self.ledger.setdefault(version.number, version.digest) != version.digest:
+            raise VersionConflictError("another digest")
+
+    def set_state(self, state: str, training_step: int) -> None:
+        self.states.append(state)
+
+    def set_gauge(self, name: str, value: float) -> None:
+        self.gauges[name] = value
+
+    def set_checkpoint_step(self, step: int) -> None:
+        self.checkpoint_steps.append(step)
+
+    def take_checkpoint_command(self) -> bool:
+        asked, self.checkpoint = self.checkpoint, False
+        return asked
+
+
+class DigestPublisher:
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+
+    def publish(self, version: int) -> WeightVersion:
+        weights = b"".join(p.detach().numpy().tobytes() for p in self._step.model.parameters())
+        return WeightVersion(policy="p", number=version, digest=tensor_digest(weights))
+
+
+class Trainer:
+    """A process life: fresh model, the checkpoints of its predecessors."""
+
+    def __init__(self, directory: Path, link: FakeLink, checkpoint_every: int = 2) -> None:
+        self.step = train_step(AlgorithmConfig())
+        self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+        self.link = link
+        self.loop = TrainingLoop(
+            step=self.step,
+            link=link,
+            publisher=DigestPublisher(self.step),
+            checkpoints=self.checkpoints,
+            ranks=Ranks.single(),
+            num_steps=STEPS,
+            checkpoint_every=checkpoint_every,
+        )
+
+    def live(self) -> int:
+        start = self.checkpoints.newest() or 0
+        if start:
+            self.checkpoints.load(start, self.step.model, self.step.optimizer)
+        return self.loop.run(self.loop.recover(start, max(self.link.ledger, default=-1)))
+
+
+@pytest.fixture(autouse=True)
+def no_pause_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "PAUSE_POLL_S", 0.001)
+
+
+def test_every_version_is_published_once_and_in_order(tmp_path: Path) -> None:
+    link = FakeLink()
+    assert Trainer(tmp_path, link).live() == STEPS
+    assert link.published == [0, 1, 2, 3, 4, 5]
+    assert link.pulls == [1, 2, 3, 4, 5]
+    assert link.checkpoint_steps == [0, 2, 4, 5]
+    assert len(set(link.ledger.values())) == 6
+    assert {"step_seconds", "tokens_per_second", "waited_s"} <= link.gauges.keys()
+
+
+def test_a_recovered_trainer_replays_without_publishing_and_offers_the_newest_again(tmp_path: Path) -> None:
+    """Invariant 6: replayed versions are bit-equal and are not published; only the newest is offered again."""
+    whole = FakeLink()
+    Trainer(tmp_path / "whole", whole).live()
+
+    def dies(link: FakeLink, step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    first = FakeLink(before_pull=dies)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(tmp_path / "cut", first).live()  # checkpoint 2, version 3 published
+    second = FakeLink(ledger=first.ledger)
+    assert Trainer(tmp_path / "cut", second).live() == STEPS
+    assert second.pulls == [3, 4, 5]
+    assert second.published == [3, 4, 5]
+    assert second.ledger == whole.ledger
+    assert second.states[:2] == ["replaying", "publishing"]
+
+
+def test_a_newest_version_that_comes_out_otherwise_does_not_end_the_run(tmp_path: Path) -> None:
+    link = FakeLink(ledger={0: "from another machine"})
+    assert Trainer(tmp_path, link).live() == STEPS
+    assert link.published == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_from_another_history_is_refused(tmp_path: Path) -> None:
+    Trainer(tmp_path, FakeLink()).live()
+    with pytest.raises(ModelMismatchError, match="checkpoint of step 5 is ahead of the ledger"):
+        Trainer(tmp_path, FakeLink()).live()
+
+
+def test_a_version_that_was_left_unpublished_is_published_first(tmp_path: Path) -> None:
+    link = FakeLink()
+    Trainer(tmp_path, link).live()
+    del link.ledger[5]
+    again = FakeLink(ledger=link.ledger)
+    assert Trainer(tmp_path, again).live() == STEPS
+    assert again.published == [5]
+
+
+def test_no_step_is_started_while_paused(tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def pause(link: FakeLink, step: int) -> None:
+        link.paused = step == 3 and not looks
+
+    class Resumed(FakeLink):
+        def set_state(self, state: str, training_step: int) -> None:
+            super().set_state(state, training_step)
+            if state == "paused":
+                looks.append(training_step)
+                self.paused = len(looks) < 3
+
+    link = Resumed(before_pull=pause)
+    assert Trainer(tmp_path, link).live() == STEPS
+    assert looks == [3, 3, 3]
+    assert link.pulls == [1, 2, 3, 3, 4, 5]
+    assert link.published == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_stop_leaves_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
+    def stop(link: FakeLink, step: int) -> None:
+        link.stopped = step == 4
+
+    link = FakeLink(before_pull=stop)
+    trainer = Trainer(tmp_path, link)
+    assert trainer.live() == 3
+    assert link.published == [0, 1, 2, 3]
+    assert trainer.checkpoints.newest() == 3
+    assert link.checkpoint_steps[-1] == 3
+
+
+def test_a_checkpoint_is_written_when_asked_for(tmp_path: Path) -> None:
+    def ask(link: FakeLink, step: int) -> None:
+        link.checkpoint = step == 3
+
+    link = FakeLink(before_pull=ask)
+    Trainer(tmp_path, link, checkpoint_every=100).live()
+    assert link.checkpoint_steps == [0, 3, 5]
+
+
+def test_a_failed_checkpoint_is_counted_and_tried_again_after_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FakeLink()
+    trainer = Trainer(tmp_path, link)
+    tried: list[int] = []
+    save = trainer.checkpoints.save
+
+    def fails_at_first(training_step: int, *arguments: object) -> None:
+        tried.append(training_step)
+        if training_step == 2:
+            raise CheckpointFailedError("no free disk")
+        save(training_step, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer.checkpoints, "save", fails_at_first)
+    assert trainer.live() == STEPS
+    assert tried == [2, 3, 4, 5]
+    assert link.checkpoint_steps == [0, 3, 4, 5]
+    assert link.gauges["failed_checkpoints"] == trainer.loop.failed_checkpoints == 1
