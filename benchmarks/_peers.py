@@ -217,7 +217,7 @@ class ScriptedReplica:
                     yield record
 
     async def _report(self) -> None:
-        while True:
+        while not self.drained.is_set():
             await asyncio.sleep(REPORT_EVERY_S)
             await self._report_once()
 

@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.quick:
-        log_normal = Workload(name="log-normal", num_requests=128, median=32, sigma=1.0, longest=320)
+        log_normal = Workload(name="log-normal", num_requests=256, median=20, sigma=1.0, longest=200)
         equal = Workload(name="equal", num_requests=64, median=64, sigma=0.0, longest=64)
         plan = [("small", log_normal, 2), ("small", equal, 2), ("quickstart", log_normal, 3), ("quickstart", equal, 3)]
     else:

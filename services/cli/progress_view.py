@@ -91,6 +91,7 @@ class ProgressView:
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._last_line = ""
         self._num_evaluations = 0
+        self._last_waits: list[str] = []
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -108,6 +109,9 @@ class ProgressView:
         for result in progress.evaluations[self._num_evaluations :]:
             self._console.print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
         self._num_evaluations = len(progress.evaluations)
+        if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
+            self._last_waits = list(progress.waits)
+            self._console.print("\n".join(progress.waits), style="yellow")
         line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
         if line != self._last_line:
             self._last_line = line

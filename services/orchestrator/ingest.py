@@ -52,6 +52,8 @@ class Ingest:
         self._on_resolved = on_resolved
         # Slots whose first record is on its way to the disk, with those who wait to hear that theirs is a duplicate.
         self._pending: dict[tuple[str, int], list[Callable[[RecordOutcome], None]]] = {}
+        self.failures_in_a_row = 0  # since the last trajectory
+        self.last_failure = ""
 
     def submit(self, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
         """Take a record in; ``answer`` is called once, when its outcome is certain."""
@@ -103,11 +105,14 @@ class Ingest:
 
         key = records.trajectory_key(*slot)
         if isinstance(record, Trajectory):
+            self.failures_in_a_row = 0
             trajectory = record
             self._journal.submit(records.TRAJECTORY, key, lambda: records.trajectory_to_json(trajectory), durable)
         else:
             failure = record
             self._counters[f"failures_{failure.reason.lower()}"] += 1
+            self.failures_in_a_row += 1
+            self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: records.failure_to_json(failure), durable)
 
     def _drop(self, record: Outcome, outcome: RecordOutcome, detail: str = "") -> None:

@@ -171,8 +171,7 @@ class ReplicaPool:
         if replica.mailbox is not mailbox:
             return
         replica.mailbox = None
-        if replica.draining and not replica.assignments and self._replicas.get(replica.replica_id) is replica:
-            self._end(replica, None)
+        self._end_if_drained(replica)
 
     def expire(self) -> list[Replica]:
         """End the leases that have run out; returns their replicas."""
@@ -241,7 +240,14 @@ class ReplicaPool:
         if replica is not None:
             del self._owners[task_group_id]
             del replica.assignments[task_group_id]
+            self._end_if_drained(replica)
         return replica
+
+    def _end_if_drained(self, replica: Replica) -> None:
+        """A draining replica has left when its stream has ended and nothing of it is outstanding."""
+        gone = replica.draining and replica.mailbox is None and not replica.assignments
+        if gone and self._replicas.get(replica.replica_id) is replica:
+            self._end(replica, None)
 
     def send(self, replica: Replica, command: ReplicaCommand) -> bool:
         """Queue a command. A replica that does not read loses its stream; it gets everything again when it rejoins."""

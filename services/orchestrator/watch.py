@@ -19,6 +19,8 @@ DISK_S = 1.0
 THROUGHPUT_S = 2.0
 STATE_S = 5.0
 OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
+LEAST_FAILURES = 256
+FAILED_GROUPS = 16
 GONE_S = 30.0  # a version that no replica holds for this long cannot be evaluated any more
 
 
@@ -29,6 +31,7 @@ class Watch:
         self._gone_since: float | None = None
         self._counters_written: Mapping[str, int] = {}
         self._collected_step: dict[str, int] = {}
+        self._paused_for_failures = False
 
     async def run(self) -> None:
         while True:
@@ -46,6 +49,7 @@ class Watch:
             ring.counters["trainer_leases_lost"] += 1
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(ring.journal.free_bytes))
+            self._pause_when_all_fails()
             self._give_up_overdue()
             self._abandon_evaluations()
         if self._is_due("throughput", THROUGHPUT_S):
@@ -73,6 +77,29 @@ class Watch:
         elif free_bytes < least:
             reason = f"free disk is below orchestrator.min_free_bytes ({least})"
         ring.dispatcher.hold("disk", reason)
+
+    def _pause_when_all_fails(self) -> None:
+        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first."""
+        ring = self._ring
+        ingest = ring.ingest
+        if self._paused_for_failures:
+            if not ring.control.paused:  # somebody resumed
+                ingest.failures_in_a_row = 0
+                self._paused_for_failures = False
+                ring.dispatcher.hold("failures", "")
+            return
+        limit = max(LEAST_FAILURES, FAILED_GROUPS * ring.recipe.rollout.group_size)
+        if ingest.failures_in_a_row < limit or ring.control.paused or ring.control.ended:
+            return
+        self._paused_for_failures = True
+        ring.counters["pauses_for_failures"] += 1
+        reason = (
+            f"the last {ingest.failures_in_a_row} rollouts all failed, the newest with {ingest.last_failure}; "
+            "mend it, then `millrace resume`"
+        )
+        log.error("run.paused", reason=reason)
+        ring.dispatcher.hold("failures", reason)  # first, so that this is the reason that people see
+        ring.pause()
 
     def _give_up_overdue(self) -> None:
         """A replica that lives but never brings a rollout to its end loses the task group."""

@@ -170,4 +170,4 @@ async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
     tree["orchestrator"]["port"] = first.port
     (second.run_dir / "recipe.json").write_text(json.dumps(tree))
     assert await asyncio.to_thread(second.spawn().wait, 30) == 2
-    assert f"{first.port} is in use" in (second.run_dir / "stderr.txt").read_text()
+    assert f"127.0.0.1:{first.port}: the port is in use" in (second.run_dir / "stderr.txt").read_text()

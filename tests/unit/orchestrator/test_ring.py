@@ -545,3 +545,26 @@ async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., Worl
         assert [type(c) for c in await world.commands(late)] == [LeavePool]
     await world.crash()
     assert world.ring.control.state is RunState.STARTING  # started again, it goes on
+
+
+async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    ring = world.ring
+    watch = Watch(ring)
+    ring.ingest.failures_in_a_row = 255
+    ring.ingest.last_failure = "TypeError: the reward is broken"
+    world.clock.now += 2
+    await watch.tick()
+    assert not ring.control.paused
+    ring.ingest.failures_in_a_row = 256
+    world.clock.now += 2
+    await watch.tick()
+    assert ring.control.paused
+    assert "the reward is broken" in ring.dispatcher.waits_for
+    assert "millrace resume" in ring.dispatcher.waits_for
+    ring.resume()
+    world.clock.now += 2
+    await watch.tick()
+    assert not ring.control.paused
+    assert ring.ingest.failures_in_a_row == 0
+    assert "the reward is broken" not in ring.dispatcher.waits_for

@@ -7,7 +7,9 @@ from typing import Any
 
 from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.types import RankBatch
+from services.common.types import RankBatch, WeightVersion
+from services.common.weights.digest import tensor_digest
+from services.trainer.step import TrainStep
 from tests.unit.trainer.building import VOCAB, rank_batch, tiny_causal_lm, training_sequences
 
 POLICY = "model0"
@@ -77,3 +79,14 @@ def batch_of(training_step: int, rank: int = 0, num_ranks: int = 1) -> RankBatch
     """The recorded batch of a step: the same whenever it is asked for."""
     sequences = training_sequences(8, seed=training_step, minibatches=2)
     return rank_batch(sequences, rank, num_ranks, step=training_step)
+
+
+class DigestPublisher:
+    """The loop's ``Publisher`` without files or processes: digests are real, nobody can fetch."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+
+    def publish(self, version: int) -> WeightVersion:
+        weights = b"".join(p.detach().numpy().tobytes() for p in self._step.model.parameters())
+        return WeightVersion(policy=POLICY, number=version, digest=tensor_digest(weights))

@@ -11,14 +11,12 @@ import pytest
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ModelMismatchError, VersionConflictError
 from services.common.types import RankBatch, WeightVersion
-from services.common.weights.digest import tensor_digest
 from services.trainer import loop as loop_module
 from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
 from services.trainer.loop import TrainingLoop
 from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
 from tests.unit.trainer.building import train_step
-from tests.unit.trainer_service.building import batch_of
+from tests.unit.trainer_service.building import DigestPublisher, batch_of
 
 STEPS = 5
 
@@ -62,15 +60,6 @@ class FakeLink:
     def take_checkpoint_command(self) -> bool:
         asked, self.checkpoint = self.checkpoint, False
         return asked
-
-
-class DigestPublisher:
-    def __init__(self, step: TrainStep) -> None:
-        self._step = step
-
-    def publish(self, version: int) -> WeightVersion:
-        weights = b"".join(p.detach().numpy().tobytes() for p in self._step.model.parameters())
-        return WeightVersion(policy="p", number=version, digest=tensor_digest(weights))
 
 
 class Trainer:

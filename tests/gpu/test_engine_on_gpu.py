@@ -1,0 +1,52 @@
+"""The torch engine on a CUDA device: what it says it sampled with is what a forward pass on the same device gives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.models import named_weights
+from services.inference.engine.torch_engine import TorchEngine
+from tests.unit.inference.conftest import build_model, make_prompt, make_request, perturbed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOLERANCE = 2e-3  # float32 with the GPU's own order of summation
+
+
+def chosen_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> np.ndarray:
+    ids = torch.tensor([prompt + sampled], device="cuda")
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+    rows = torch.log_softmax(logits.double(), dim=-1)
+    return rows.gather(1, torch.tensor(sampled, device="cuda")[:, None])[:, 0].cpu().numpy()
+
+
+async def test_logprobs_on_a_gpu_equal_a_forward_pass_before_and_after_an_update() -> None:
+    model = build_model("qwen3")
+    later = perturbed(model)
+    engine = TorchEngine(copy.deepcopy(model), num_slots=8, context_length=256, device="cuda")
+    await engine.start()
+    try:
+        prompts = [make_prompt(length, seed) for seed, length in enumerate([3, 40, 40, 17])]
+        before = await asyncio.gather(
+            *(engine.generate(make_request(p, seed=i, max_new_tokens=32)) for i, p in enumerate(prompts))
+        )
+        await engine.update({name: tensor.clone() for name, tensor in named_weights(later).items()}, version=1)
+        after = await asyncio.gather(
+            *(engine.generate(make_request(p, seed=i, max_new_tokens=32)) for i, p in enumerate(prompts))
+        )
+    finally:
+        await engine.stop()
+    for weights, generations in ((model.cuda(), before), (later.cuda(), after)):
+        for prompt, generation in zip(prompts, generations, strict=True):
+            behaviour = np.concatenate([segment.logprobs for segment in generation.segments])
+            assert np.abs(chosen_logprobs(weights, prompt, generation.token_ids) - behaviour).max() <= TOLERANCE

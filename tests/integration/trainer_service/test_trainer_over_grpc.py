@@ -1,0 +1,245 @@
+"""The loop, the link and the client of one trainer against real gRPC: ids, commands, an orchestrator that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import SupersededError, UnknownPolicyError
+from services.common.types import RankBatch
+from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
+from services.trainer.link import GrpcLink
+from services.trainer.loop import TrainingLoop
+from services.trainer.loop_thread import LoopThread
+from services.trainer.model import PolicyModel
+from services.trainer.orchestrator_client import OrchestratorClient
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+from tests.integration.trainer_service.conftest import MakeOrchestrator, failure_of
+from tests.integration.trainer_service.orchestrating import FakeOrchestrator
+from tests.unit.trainer.building import train_step
+from tests.unit.trainer_service.building import POLICY, DigestPublisher, batch_of
+
+STEPS = 6
+
+
+class LocalTrainer:
+    """A trainer in a thread of the test's process; ``life`` is its task."""
+
+    def __init__(self, orchestrator: FakeOrchestrator, directory: Path) -> None:
+        self.step: TrainStep = train_step(AlgorithmConfig())
+        self._thread = LoopThread("trainer-grpc")
+        self.client = self._thread.call(self._connect(orchestrator))
+        self._loop = TrainingLoop(
+            step=self.step,
+            link=GrpcLink(self.client, self._thread, rank=0),
+            publisher=DigestPublisher(self.step),
+            checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
+            ranks=Ranks.single(),
+            num_steps=STEPS,
+            checkpoint_every=100,
+        )
+        self.life: asyncio.Task[int] = asyncio.ensure_future(asyncio.to_thread(self._live))
+
+    def leave(self) -> None:
+        self._thread.loop.call_soon_threadsafe(self.client.leave)
+
+    async def close(self) -> None:
+        self.leave()
+        await asyncio.wait([self.life], timeout=60.0)
+        await asyncio.to_thread(self._thread.call, self.client.close())
+        self._thread.stop()
+
+    def _live(self) -> int:
+        welcome = self._thread.call(self.client.join(0))
+        done = self._loop.run(self._loop.recover(0, welcome.newest_version))
+        self._loop.wait_for_stop(done)
+        return done
+
+    @staticmethod
+    async def _connect(orchestrator: FakeOrchestrator) -> OrchestratorClient:
+        return OrchestratorClient(orchestrator.address, orchestrator.run_id, POLICY, num_ranks=1)
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable[[FakeOrchestrator], LocalTrainer]]:
+    made: list[LocalTrainer] = []
+
+    def make(orchestrator: FakeOrchestrator) -> LocalTrainer:
+        made.append(LocalTrainer(orchestrator, tmp_path / f"checkpoints{len(made)}"))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        await trainer.close()
+
+
+Start = Callable[[FakeOrchestrator], LocalTrainer]
+
+
+async def test_exactly_the_sampled_ids_are_trained(
+    make_orchestrator: MakeOrchestrator, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 1, the trainer's end: ids, log-probabilities and versions arrive as recorded, and so does each token
+    that goes through the model."""
+    batches: list[RankBatch] = []
+    forwarded: list[tuple[int, ...]] = []
+    run, forward = TrainStep.run, PolicyModel.forward
+
+    def spy_run(self: TrainStep, batch: RankBatch) -> Any:
+        batches.append(batch)
+        return run(self, batch)
+
+    def spy_forward(self: PolicyModel, token_ids: torch.Tensor, position_ids: torch.Tensor, *rest: Any) -> Any:
+        if torch.is_grad_enabled() and batches[-1].training_step == 1:
+            starts = (position_ids == 0).nonzero().flatten().tolist()
+            forwarded.extend(tuple(document.tolist()) for document in token_ids.tensor_split(starts[1:]))
+        return forward(self, token_ids, position_ids, *rest)
+
+    monkeypatch.setattr(TrainStep, "run", spy_run)
+    monkeypatch.setattr(PolicyModel, "forward", spy_forward)
+    orchestrator = await make_orchestrator()
+    assert await start(orchestrator).life == STEPS
+
+    assert [batch.training_step for batch in batches] == [1, 2, 3, 4, 5, 6]
+    for got in batches:
+        recorded = batch_of(got.training_step)
+        assert got.minibatches == recorded.minibatches
+        assert [s.sequence_id for s in got.sequences] == [s.sequence_id for s in recorded.sequences]
+        for mine, theirs in zip(got.sequences, recorded.sequences, strict=True):
+            assert (mine.group_mean, mine.group_std, mine.staleness) == (
+                theirs.group_mean,
+                theirs.group_std,
+                theirs.staleness,
+            )
+            for a, b in zip(mine.sequence.segments, theirs.sequence.segments, strict=True):
+                assert (a.source, a.weight_version) == (b.source, b.weight_version)
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    sampled = sorted(tuple(s.sequence.token_ids.tolist()) for s in batch_of(1).sequences)
+    assert sorted(forwarded) == sampled
+
+
+async def test_versions_come_with_metrics_and_intervals_of_computing(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
+    orchestrator = await make_orchestrator()
+    await start(orchestrator).life
+    assert sorted(orchestrator.ledger) == list(range(STEPS + 1))
+    assert orchestrator.intervals[0] == []
+    for number in range(1, STEPS + 1):
+        assert {"loss", "mismatch_abs", "mismatch_kl", "grad_norm"} <= orchestrator.metrics[number].keys()
+        (interval,) = orchestrator.intervals[number]
+        assert interval.start.ToNanoseconds() < interval.end.ToNanoseconds()
+
+
+async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 3
+    trainer = start(orchestrator)
+    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
+    await orchestrator.tell("pause")
+    await eventually(lambda: trainer.client.report.state == "paused")
+    await orchestrator.release()
+    await asyncio.sleep(0.5)
+    assert orchestrator.newest == 2
+    await orchestrator.tell("resume")
+    assert await trainer.life == STEPS
+
+
+async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 3
+    trainer = start(orchestrator)
+    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
+    await orchestrator.tell("stop")
+    assert await asyncio.wait_for(trainer.life, 30.0) == 2
+    assert trainer.client.report.checkpoint_step == 2
+
+
+async def test_the_trainer_reports_what_it_waits_for(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 3
+    start(orchestrator)
+    await orchestrator.until(lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report")
+    report = orchestrator.reports[-1]
+    assert report.state == "waiting_for_batch"
+    assert {"waited_s", "step_seconds"} <= set(report.gauges)
+    await orchestrator.release()
+
+
+async def test_an_orchestrator_that_goes_away_and_comes_back_is_waited_for(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 4
+    trainer = start(orchestrator)
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await orchestrator.stop_serving()
+    await asyncio.sleep(1.0)
+    assert not trainer.life.done()
+    orchestrator.held_step = None
+    await orchestrator.serve()
+    assert await trainer.life == STEPS
+    assert len(orchestrator.joins) >= 2
+    assert len({join.incarnation for join in orchestrator.joins}) == 1
+    assert orchestrator.counters["conflicts"] == 0
+
+
+async def test_an_orchestrator_that_is_away_when_a_version_is_published_gets_it_later(
+    make_orchestrator: MakeOrchestrator, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orchestrator = await make_orchestrator()
+    computing, go_on = asyncio.Event(), asyncio.Event()
+    loop, run = asyncio.get_running_loop(), TrainStep.run
+
+    def slow_run(self: TrainStep, batch: RankBatch) -> Any:
+        if batch.training_step == 3:
+            loop.call_soon_threadsafe(computing.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
+        return run(self, batch)
+
+    monkeypatch.setattr(TrainStep, "run", slow_run)
+    trainer = start(orchestrator)
+    await asyncio.wait_for(computing.wait(), 60.0)
+    await orchestrator.stop_serving()
+    go_on.set()
+    await eventually(lambda: trainer.client.report.state == "publishing")
+    await orchestrator.serve()
+    assert await trainer.life == STEPS
+
+
+async def test_a_newer_trainer_takes_over_and_the_older_one_leaves(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 2
+    older = start(orchestrator)
+    await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
+    newer = start(orchestrator)
+    await asyncio.wait([older.life], timeout=30.0)
+    assert isinstance(failure_of(older.life), SupersededError)
+    await orchestrator.release()
+    assert await newer.life == STEPS
+    assert len(orchestrator.joins) == 2
+
+
+async def test_a_refused_trainer_says_why(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.refusal = UnknownPolicyError("no policy 'model0' in this run")
+    trainer = start(orchestrator)
+    await asyncio.wait([trainer.life], timeout=30.0)
+    assert isinstance(failure_of(trainer.life), UnknownPolicyError)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)

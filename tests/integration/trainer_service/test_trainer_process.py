@@ -1,0 +1,199 @@
+"""Trainers as processes: killed with -9 and started again, told to leave, refused, on two ranks, replayed offline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.common.config.loading import save_resolved
+from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES
+from services.trainer.replay import replay
+from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
+from tests.integration.trainer_service.orchestrating import FakeOrchestrator
+from tests.unit.trainer_service.building import POLICY, batch_of, save_model, save_tokenizer
+
+pytestmark = pytest.mark.slow
+
+Trainers = Callable[..., TrainerProcess]
+
+
+async def run_to_the_end(orchestrator: FakeOrchestrator, trainer: TrainerProcess) -> dict[int, str]:
+    trainer.start()
+    assert await trainer.wait() == 0, trainer.errors
+    return orchestrator.ledger
+
+
+def snapshots_left(orchestrator: FakeOrchestrator) -> list[Path]:
+    return [path for directory in DEFAULT_DIRECTORIES for path in directory.glob(f"*{orchestrator.run_id}*")]
+
+
+async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
+    """Invariants 6 and 8: after two kills every digest is that of a run that nobody touched, and replay agrees."""
+    untouched = await make_orchestrator()
+    expected = await run_to_the_end(untouched, trainers(untouched))
+    assert sorted(expected) == [0, 1, 2, 3, 4, 5, 6]
+    assert len(set(expected.values())) == 7
+
+    orchestrator = await make_orchestrator()
+    trainer = trainers(orchestrator)
+    trainer.start()
+    await orchestrator.until(lambda: orchestrator.newest >= 1, "nothing was trained")  # before the first checkpoint
+    await trainer.kill()
+    orchestrator.held_step = 4
+    trainer.start()
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")  # after checkpoint 2
+    first_address = orchestrator.sources[3]
+    await trainer.kill()
+    orchestrator.pulls.clear()
+    trainer.start()
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for again")
+    assert orchestrator.pulls == [3, 4]  # replayed from checkpoint 2
+    assert orchestrator.sources[3] != first_address  # offered again: its new address is known
+    await orchestrator.release()
+    assert await trainer.wait() == 0, trainer.errors
+    assert orchestrator.ledger == expected
+    assert orchestrator.counters["conflicts"] == 0
+    assert orchestrator.joins[-1].recovered_version == 2
+    assert snapshots_left(orchestrator) == []
+
+    # The files that such a run leaves: two checkpoints, and an export of the last version.
+    names = sorted(path.name for path in (trainer.run_dir / "checkpoints" / POLICY).iterdir())
+    assert names == ["step_000004", "step_000006"]
+    exported = AutoModelForCausalLM.from_pretrained(trainer.run_dir / "export" / POLICY)
+    assert all(torch.isfinite(weight).all() for weight in exported.parameters())
+
+    # Offline, from the checkpoint before the step, without any orchestrator.
+    replayed = replay(orchestrator.recipe, trainer.run_dir, POLICY, 6, batch_of)
+    assert replayed.from_checkpoint == 4
+    assert replayed.digest == expected[6]
+    replayed = replay(orchestrator.recipe, trainer.run_dir, POLICY, 3, batch_of)
+    assert replayed.from_checkpoint == 0
+    assert replayed.digest == expected[3]
+
+
+async def test_replay_asks_an_orchestrator_and_compares(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+    orchestrator = await make_orchestrator(run={"steps": 3})
+    trainer = trainers(orchestrator)
+    await run_to_the_end(orchestrator, trainer)
+    save_resolved(orchestrator.recipe, trainer.run_dir)
+    argv = [sys.executable, "-m", "services.trainer.replay", f"--run-dir={trainer.run_dir}", f"--policy={POLICY}"]
+    argv += ["--step=3", f"--orchestrator={orchestrator.address}", f"--digest={orchestrator.ledger[3]}"]
+    done = await asyncio.to_thread(
+        subprocess.run, argv, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["equal"] is True
+    assert report["from_checkpoint"] == 2
+
+
+async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
+    orchestrator = await make_orchestrator(trainer={"checkpoint_every": 100})
+    orchestrator.held_step = 4
+    trainer = trainers(orchestrator)
+    trainer.start()
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    trainer.terminate()
+    assert await trainer.wait() == 0, trainer.errors
+    assert [path.name for path in (trainer.run_dir / "checkpoints" / POLICY).iterdir()] == ["step_000003"]
+    assert snapshots_left(orchestrator) == []
+    orchestrator.held_step = None
+    orchestrator.pulls.clear()
+    await run_to_the_end(orchestrator, trainer)
+    assert orchestrator.pulls == [4, 5, 6]
+
+
+async def test_a_checkpoint_of_another_model_is_refused_in_words(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
+) -> None:
+    orchestrator = await make_orchestrator(run={"steps": 2})
+    trainer = trainers(orchestrator)
+    await run_to_the_end(orchestrator, trainer)
+    other = await make_orchestrator(save_model(tmp_path / "untied", tied=False), run={"steps": 2})
+    refused = trainers(other, run_dir=trainer.run_dir)
+    refused.start()
+    assert await refused.wait() == 2
+    assert "step_000002 is a checkpoint of another model: causal_lm.lm_head.weight is missing there" in refused.errors
+
+
+async def test_a_tokenizer_of_another_model_is_refused_in_words(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model")
+    save_tokenizer(model, vocabulary=40)
+    orchestrator = await make_orchestrator(model)
+    trainer = trainers(orchestrator)
+    trainer.start()
+    assert await trainer.wait() == 2
+    assert "vocabulary does not match: the tokenizer has 40 tokens" in trainer.errors
+    assert orchestrator.ledger == {}
+
+
+async def test_an_unknown_policy_is_refused_in_words(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+    orchestrator = await make_orchestrator()
+    trainer = trainers(orchestrator, policy="nobody")
+    trainer.start()
+    assert await trainer.wait() == 2
+    assert "no policy 'nobody' in this run; --policy is one of ['model0']" in trainer.errors
+
+
+async def test_two_ranks_train_what_one_rank_trains(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+    """Each rank pulls its share of the same batches; the weights agree up to the order of sums."""
+    made = []
+    for num_ranks in (1, 2):
+        orchestrator = await make_orchestrator(run={"steps": 2}, trainer={"num_ranks": num_ranks})
+        trainer = trainers(orchestrator, num_ranks=num_ranks)
+        await run_to_the_end(orchestrator, trainer)
+        made.append(AutoModelForCausalLM.from_pretrained(trainer.run_dir / "export" / POLICY))
+        assert sorted(orchestrator.ledger) == [0, 1, 2]
+    one, two = (dict(model.named_parameters()) for model in made)
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_killed_rank_is_told_by_its_signal_and_all_ranks_resume(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
+    orchestrator = await make_orchestrator(run={"steps": 4}, trainer={"num_ranks": 2})
+    orchestrator.held_step = 4
+    trainer = trainers(orchestrator, num_ranks=2)
+    trainer.start()
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    os.kill(rank_pids(trainer)[1], signal.SIGKILL)
+    assert await trainer.wait() == -signal.SIGKILL, trainer.errors
+    orchestrator.held_step = None
+    orchestrator.pulls.clear()
+    await run_to_the_end(orchestrator, trainer)
+    assert orchestrator.pulls == [3, 4]
+    assert orchestrator.counters["conflicts"] == 0
+
+
+def rank_pids(trainer: TrainerProcess) -> list[int]:
+    """The pids of the ranks, in order."""
+    assert trainer.process is not None
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == trainer.process.pid and b"services.trainer" in arguments:
+            rank = next(item for item in environment if item.startswith(b"RANK="))
+            found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
+    return [found[rank] for rank in sorted(found)]
