@@ -107,3 +107,16 @@ def test_a_drained_replica_leaves_when_its_stream_ends() -> None:
     assert pool.get("a") is None
     with pytest.raises(NotFoundError, match="there are: none"):
         pool.drain("a", "again")
+
+
+def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:
+    pool, _, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0], {})
+    pool.drain("a", "test")
+    assert replica.mailbox is not None
+    pool.stream_ended(replica, replica.mailbox)
+    assert pool.get("a") is replica
+    pool.resolved("g", 0)
+    assert pool.get("a") is None
+    assert orphans == []

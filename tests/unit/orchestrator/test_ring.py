@@ -355,7 +355,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     commands = await world.commands(replica)
     assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
     assert not any(isinstance(c, PlayGroup) for c in commands)
-    assert "no replica holds a version" in world.ring.dispatcher.waits_for
+    assert "no replica holds a version" in world.ring.dispatcher.held_back
     world.ring.report_replica("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 4
 
@@ -394,7 +394,7 @@ async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callabl
     world.train()
     assert len(await world.orders(large)) == 3
     assert len(await world.orders(small)) == 1
-    assert "staleness quota full (model0: 16 of 16)" in world.ring.dispatcher.waits_for
+    assert "staleness quota full (model0: 16 of 16)" in world.ring.dispatcher.held_back
 
 
 async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
@@ -427,7 +427,7 @@ async def test_little_free_disk_holds_back_new_work_and_says_so(worlds: Callable
     await Watch(world.ring).tick()
     world.train()
     assert await world.orders(replica) == []
-    assert "free disk is below orchestrator.min_free_bytes" in world.ring.dispatcher.waits_for
+    assert "free disk is below orchestrator.min_free_bytes" in world.ring.dispatcher.held_back
     monkeypatch.undo()
     await Watch(world.ring).tick()
     assert len(await world.orders(replica)) == 4
@@ -560,11 +560,11 @@ async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Ca
     world.clock.now += 2
     await watch.tick()
     assert ring.control.paused
-    assert "the reward is broken" in ring.dispatcher.waits_for
-    assert "millrace resume" in ring.dispatcher.waits_for
+    assert "the reward is broken" in ring.dispatcher.held_back
+    assert "millrace resume" in ring.dispatcher.held_back
     ring.resume()
     world.clock.now += 2
     await watch.tick()
     assert not ring.control.paused
     assert ring.ingest.failures_in_a_row == 0
-    assert "the reward is broken" not in ring.dispatcher.waits_for
+    assert "the reward is broken" not in ring.dispatcher.held_back

@@ -1,0 +1,88 @@
+"""``millrace check`` finds what a recipe names and what is wrong with it, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.cli.check import check_recipe
+from services.common.config.loading import load_recipe
+from services.common.errors import ConfigError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "tasks.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"problem": "1+1", "answer": "2"}\nnot json\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "checked",
+                "policies": {"model0": {"model": {"path": "./model"}, "trainer": {"port": 0}, "weights": {"port": 0}}},
+                "data": {"train": {"path": "./tasks.jsonl"}},
+                "evaluation": {"at_start": False, "at_end": False},
+                "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
+                "orchestrator": {"port": 0},
+                "inference": {"a": {"port": 0}},
+                "envgateway": {"port": 0},
+            }
+        )
+    )
+    return path
+
+
+def test_a_good_recipe_passes(recipe: Path) -> None:
+    check_recipe(load_recipe(recipe))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.train.path=/nowhere/tasks.jsonl", ("data.train.path", "/nowhere/tasks.jsonl", "does not exist")),
+        ("data.train.path={here}/broken.jsonl", ("data.train", "broken.jsonl", "2")),
+        ("data.train.path={here}/empty.jsonl", ("data.train", "empty.jsonl")),
+        ("workflow.name=singel_turn", ("workflow.name", "'singel_turn'", "single_turn")),
+        ("workflow.name=nowhere.module:Flow", ("nowhere",)),
+        ("workflow.settings.rewrad=math", ("workflow.settings.rewrad", "unknown key", "'reward'")),
+        ("workflow.settings.reward=recipes.quickstart.reward:nothing", ("nothing", "boxed_answer")),
+        ("policies.model0.model.path=./nowhere", ("policies.model0.model.path", "config.json")),
+        ("run.steps=0", ("run.steps", "greater than or equal to 1")),
+        ("policies.model0.batch.max_stalenes=1", ("max_stalenes", "did you mean 'max_staleness'")),
+    ],
+)
+def test_ten_broken_recipes_get_ten_precise_messages(recipe: Path, override: str, told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(load_recipe(recipe, [override.replace("{here}", str(recipe.parent))], {}))
+    for expected in told:
+        assert expected in caught.value.message
+
+
+def test_a_taken_port_is_told_with_the_key_that_sets_it(recipe: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"orchestrator.port: port {port} is in use"):
+            check_recipe(load_recipe(recipe, [f"orchestrator.port={port}"], {}))
+
+
+def test_the_command_tells_the_error_without_a_trace_and_exits_with_2(recipe: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "check", str(recipe), "--set", "run.stepz=3"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "run.stepz: unknown key; did you mean 'steps'?" in done.stderr
+    assert "Traceback" not in done.stderr
