@@ -65,9 +65,7 @@ class Rollouts:
             sequence = trajectory.sequences.add(
                 policy=policy, role="agent", reward=reward, stop_reason=trajectory_pb2.STOP_REASON_STOP
             )
-            sequence.segments.add(
-                source=trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT, token_ids=ids[:16], weight_version=-1
-            )
+            sequence.segments.add(source=trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT, token_ids=ids[:16], weight_version=-1)
             sequence.segments.add(
                 source=trajectory_pb2.TOKEN_SOURCE_POLICY,
                 token_ids=ids,
@@ -92,7 +90,8 @@ class ScriptedReplica:
         self.num_slots = num_slots
         self.rollouts = rollouts or Rollouts()
         self.held = {
-            policy: weights_pb2.WeightVersion(policy=policy, number=0, digest=digest_of(policy, 0)) for policy in policies
+            policy: weights_pb2.WeightVersion(policy=policy, number=0, digest=digest_of(policy, 0))
+            for policy in policies
         }
         self.orders: list[pool_pb2.RunTaskGroup] = []
         self.outcomes: dict[tuple[str, int], list[int]] = {}  # acknowledgements by slot

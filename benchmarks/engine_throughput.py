@@ -5,6 +5,9 @@ advance for both. ``generate`` gets batches of 64 sorted by their *output* lengt
 computes no log-probabilities; a batch runs to its longest row, and only tokens that were asked for count. The engine
 has 64 slots, gets all requests at once in random order, and returns log-probabilities and versions.
 
+Speeds are by wall clock. ``cpu_ratio`` compares CPU seconds of the process instead: with one thread the two agree
+on a quiet machine, and on a busy one only the second is to be trusted.
+
     python benchmarks/engine_throughput.py [--quick] [--threads 1] [--seed 7]
 """
 
@@ -13,7 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +33,31 @@ from services.inference.engine.torch_engine import TorchEngine
 BATCH = 64
 
 
+@dataclass
+class Cost:
+    """Wall and CPU seconds, added up over what ran under ``counting``."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+
 def build_model(name: str, seed: int) -> Any:
     torch.manual_seed(seed)
     config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=4096, **MODELS[name])
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-def run_ours(model: Any, prompts: list[list[int]], lengths: list[int], seed: int) -> float:
-    """Seconds for all requests through the engine."""
+def run_ours(model: Any, prompts: list[list[int]], lengths: list[int], seed: int) -> Cost:
+    """All requests through the engine."""
 
-    async def measure() -> float:
+    async def measure() -> Cost:
         engine = TorchEngine(model, num_slots=BATCH, context_length=max(map(len, prompts)) + max(lengths) + 1)
         await engine.start()
         requests = [
@@ -50,21 +70,21 @@ def run_ours(model: Any, prompts: list[list[int]], lengths: list[int], seed: int
             )
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
-        started = time.perf_counter()
-        results = await asyncio.gather(*(engine.generate(request) for request in requests))
-        seconds = time.perf_counter() - started
+        cost = Cost()
+        with cost.counting():
+            results = await asyncio.gather(*(engine.generate(request) for request in requests))
         assert [len(result.token_ids) for result in results] == lengths
         await engine.stop()
-        return seconds
+        return cost
 
     return asyncio.run(measure())
 
 
-def run_theirs(model: Any, prompts: list[list[int]], lengths: list[int], seed: int) -> float:
-    """Seconds for padded ``generate`` over batches sorted by output length."""
+def run_theirs(model: Any, prompts: list[list[int]], lengths: list[int], seed: int) -> Cost:
+    """Padded ``generate`` over batches sorted by output length."""
     torch.manual_seed(seed)
     order = sorted(range(len(prompts)), key=lambda i: lengths[i])
-    seconds = 0.0
+    cost = Cost()
     for start in range(0, len(order), BATCH):
         rows = order[start : start + BATCH]
         width = max(len(prompts[i]) for i in rows)
@@ -74,8 +94,7 @@ def run_theirs(model: Any, prompts: list[list[int]], lengths: list[int], seed: i
             input_ids[row, width - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[row, width - len(prompts[i]) :] = 1
         longest = max(lengths[i] for i in rows)
-        begun = time.perf_counter()
-        with torch.inference_mode():
+        with cost.counting(), torch.inference_mode():
             output = model.generate(
                 input_ids,
                 attention_mask=mask,
@@ -87,9 +106,8 @@ def run_theirs(model: Any, prompts: list[list[int]], lengths: list[int], seed: i
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        seconds += time.perf_counter() - begun
         assert output.shape[1] == width + longest
-    return seconds
+    return cost
 
 
 def useful_share(lengths: list[int]) -> float:
@@ -102,24 +120,28 @@ def useful_share(lengths: list[int]) -> float:
 def compare(model_name: str, workload: Workload, seed: int, repetitions: int) -> dict[str, Any]:
     prompts, lengths = workload.draw(MODELS[model_name]["vocab_size"], seed)
     # Two copies, since the engine re-lays the weights of the one it is given.
-    arms: list[tuple[Callable[..., float], Any]] = [
+    arms: list[tuple[Callable[..., Cost], Any]] = [
         (run_ours, build_model(model_name, seed)),
         (run_theirs, build_model(model_name, seed)),
     ]
     for run, model in arms:
         run(model, prompts[:BATCH], [4] * len(prompts[:BATCH]), seed)
-    speeds: list[list[float]] = [[], []]
+    costs: list[list[Cost]] = [[], []]
     for repetition in range(repetitions):
         for arm, (run, model) in enumerate(arms):
-            speeds[arm].append(sum(lengths) / run(model, prompts, lengths, seed + repetition))
-    ratios = [ours / theirs for ours, theirs in zip(*speeds, strict=True)]
-    (ours, _), (theirs, _), (ratio, spread) = (median_and_spread(values) for values in (*speeds, ratios))
+            costs[arm].append(run(model, prompts, lengths, seed + repetition))
+    ours, theirs = (median_and_spread([sum(lengths) / cost.wall for cost in arm])[0] for arm in costs)
+    pairs = list(zip(*costs, strict=True))
+    ratio, spread = median_and_spread([b.wall / a.wall for a, b in pairs])
+    cpu_ratio, cpu_spread = median_and_spread([b.cpu / a.cpu for a, b in pairs])
     print(
         f"{model_name:11s}{workload.name:11s} ours {ours:8.0f}  generate {theirs:8.0f} tokens/s  ratio {ratio:.2f} ±{spread:.0%}"
+        f"  by CPU time {cpu_ratio:.2f} ±{cpu_spread:.0%}"
     )
     return {
         "model": model_name, "workload": str(workload), "tokens": sum(lengths), "ours": ours, "theirs": theirs,
-        "ratio": ratio, "spread": spread, "repetitions": repetitions, "generate_rows_useful": useful_share(lengths),
+        "ratio": ratio, "spread": spread, "cpu_ratio": cpu_ratio, "cpu_spread": cpu_spread, "repetitions": repetitions,
+        "generate_rows_useful": useful_share(lengths),
     }  # fmt: skip
 
 
@@ -147,6 +169,7 @@ def main() -> None:
         head["theirs"],
         head["ratio"],
         head["spread"],
+        cpu_ratio=head["cpu_ratio"],
         unit="generated tokens/s",
         seed=options.seed,
         threads=options.threads,

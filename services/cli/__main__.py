@@ -34,8 +34,12 @@ DEFAULT_ADDRESS = "127.0.0.1:50050"
 def run(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe.yaml, or a directory that holds one.")] = None,
     set_: SetOption = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory instead of starting a new run.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object on the last line.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run directory instead of starting a new run.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object on the last line.")
+    ] = False,
 ) -> None:
     """Start a recipe's processes on this node, wait on their health, and show the run until it ends.
 
@@ -93,7 +97,9 @@ def resolve(
 
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
     resolved, directory = prepare(load_recipe(recipe, overrides))
-    console.print(f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
+    )
 
 
 @app.command()

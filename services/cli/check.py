@@ -59,7 +59,9 @@ def describe(recipe: Recipe) -> RenderableType:
             str(policy.trainer.num_ranks),
         )
     return Group(
-        Text(f"{recipe.name} is ready to run: {recipe.run.steps} training steps", style="bold green"), policies, processes
+        Text(f"{recipe.name} is ready to run: {recipe.run.steps} training steps", style="bold green"),
+        policies,
+        processes,
     )
 
 
@@ -68,7 +70,9 @@ def _check_data(where: str, config: DatasetConfig | None) -> None:
         return
     if config.generator is None and config.path is not None and not Path(config.path).exists():
         if Path(config.path).suffix in (".jsonl", ".json", ".ndjson") or config.path.startswith(("/", ".")):
-            raise ConfigError(f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name")
+            raise ConfigError(
+                f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name"
+            )
         return  # a hub name: fetched on first use
     from services.orchestrator.datasets import open_source
 

@@ -41,12 +41,12 @@ def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
     for name, policy in recipe.policies.items():
         arguments = ("--policy", name, "--orchestrator", orchestrator, "--run-dir", str(run_dir))
         ranks = policy.trainer.num_ranks
-        launcher = () if ranks == 1 else ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m")
+        module = ("services.trainer",) if ranks == 1 else ("services.trainer.launch_ranks", f"--num-ranks={ranks}")
         specs.append(
             _spec(
                 f"trainer-{name}",
                 f"127.0.0.1:{policy.trainer.port}",
-                *(*launcher, "services.trainer", *arguments),
+                *(*module, *arguments),
                 threads=policy.trainer.threads,
             )
         )
@@ -97,7 +97,9 @@ def ports_in_use(recipe: Recipe) -> list[str]:
 
 
 def starting_checkpoint_exists(recipe: Recipe, run_dir: Path) -> bool:
-    return recipe.warm_start is not None and (warm_start_dir(run_dir, recipe.warm_start.policy) / "config.json").exists()
+    return (
+        recipe.warm_start is not None and (warm_start_dir(run_dir, recipe.warm_start.policy) / "config.json").exists()
+    )
 
 
 def _spec(name: str, address: str, module: str, *arguments: str, threads: int = 1) -> ProcessSpec:

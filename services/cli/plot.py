@@ -82,9 +82,33 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
         shade = f"C{number}" if alone else color
         style = "-" if number == 0 or alone else "--"
         _line(axes[0, 0], "reward", "training step", _series(steps, "reward_mean"), f"{label} train", shade, style)
-        _line(axes[0, 1], "response length (tokens)", "training step", _series(steps, "response_tokens_mean"), label, shade, style)
-        _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_mean"), f"{label} mean", shade, style)
-        _line(axes[0, 2], "staleness (versions)", "training step", _series(steps, "staleness_max"), f"{label} max", shade, ":")
+        _line(
+            axes[0, 1],
+            "response length (tokens)",
+            "training step",
+            _series(steps, "response_tokens_mean"),
+            label,
+            shade,
+            style,
+        )
+        _line(
+            axes[0, 2],
+            "staleness (versions)",
+            "training step",
+            _series(steps, "staleness_mean"),
+            f"{label} mean",
+            shade,
+            style,
+        )
+        _line(
+            axes[0, 2],
+            "staleness (versions)",
+            "training step",
+            _series(steps, "staleness_max"),
+            f"{label} max",
+            shade,
+            ":",
+        )
         mismatch = (axes[1, 2], "engine–trainer mismatch, mean |ℓ − b|", "training step")
         _line(*mismatch, _series(steps, "trainer/mismatch_abs"), f"{label} all tokens", shade, style)
         _line(*mismatch, _series(steps, "trainer/mismatch_fresh_abs"), f"{label} newest version only", shade, ":")
@@ -92,8 +116,24 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
     throughput = [row for row in rows if row["kind"] == "throughput"]
     start = rows[0]["time"] if rows else 0.0
     prefix = "" if alone else f"{name} "
-    _line(axes[1, 0], "tokens per second", "seconds", _over_time(throughput, "tokens_per_s", start), f"{prefix}sampled", color, "-")
-    _line(axes[1, 1], "idle share", "seconds", _over_time(throughput, "trainer_idle_share", start), f"{prefix}trainer", color, "-")
+    _line(
+        axes[1, 0],
+        "tokens per second",
+        "seconds",
+        _over_time(throughput, "tokens_per_s", start),
+        f"{prefix}sampled",
+        color,
+        "-",
+    )
+    _line(
+        axes[1, 1],
+        "idle share",
+        "seconds",
+        _over_time(throughput, "trainer_idle_share", start),
+        f"{prefix}trainer",
+        color,
+        "-",
+    )
     _line(
         *(axes[1, 1], "idle share", "seconds", _over_time(throughput, "replica_idle_share", start)),
         *(f"{prefix}replicas", "C1" if alone else color, "--"),

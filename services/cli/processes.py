@@ -97,7 +97,9 @@ class Processes:
                 finished.add(name)
             elif code < 0 and process.restarts < self._max_restarts:
                 process.restarts += 1
-                log.warning("process.restarted", process=name, signal=signal.Signals(-code).name, restart=process.restarts)
+                log.warning(
+                    "process.restarted", process=name, signal=signal.Signals(-code).name, restart=process.restarts
+                )
                 process.popen = self._popen(process.spec)
             else:
                 raise InfrastructureError(self._obituary(process.spec, code))

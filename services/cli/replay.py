@@ -48,4 +48,6 @@ def _published_digest(reader: JournalReader, policy: str, version: int) -> str:
             found, _, _ = records.version_from_json(record)
             if (found.policy, found.number) == (policy, version):
                 return found.digest
-    raise ConfigError(f"version {version} of {policy} was never published in this run: --step is a finished training step")
+    raise ConfigError(
+        f"version {version} of {policy} was never published in this run: --step is a finished training step"
+    )

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from services.cli.errors import Interrupted
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import ports_in_use, plan, starting_checkpoint_exists, warm_start_command, with_free_ports
+from services.cli.plan import plan, ports_in_use, starting_checkpoint_exists, warm_start_command, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.common.config.loading import load_resolved, save_resolved, with_run_id

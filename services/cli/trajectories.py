@@ -23,7 +23,12 @@ Row = dict[str, Any]
 
 
 def read_trajectories(
-    run_dir: Path, *, last: int, group: str | None = None, min_reward: float | None = None, max_reward: float | None = None
+    run_dir: Path,
+    *,
+    last: int,
+    group: str | None = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
 ) -> list[Row]:
     """The newest trajectories of a run that match, oldest first; raises ``ConfigError`` when there is no journal."""
     chosen: deque[Row] = deque(maxlen=last)

@@ -74,7 +74,10 @@ class _Sink:
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
         if self._file is not None:
-            self._file.write(orjson.dumps({**self._identity, **event}, default=str, option=_JSON))
+            try:
+                self._file.write(orjson.dumps({**self._identity, **event}, default=str, option=_JSON))
+            except OSError:
+                pass  # a full disk must not stop a service; the terminal still gets the event
         if _LEVELS.get(method, 40) < self._console_level:
             raise structlog.DropEvent
         return str(self._render(logger, method, event))

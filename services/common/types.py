@@ -10,7 +10,8 @@ Wrong-length lists cannot be written down: a segment is a run of consecutive tok
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,9 @@ class Segment:
     def __post_init__(self) -> None:
         if self.source is TokenSource.POLICY:
             if len(self.logprobs) != len(self.token_ids):
-                raise ValueError(f"policy segment has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probabilities")
+                raise ValueError(
+                    f"policy segment has {len(self.token_ids)} tokens but {len(self.logprobs)} log-probabilities"
+                )
             if self.weight_version < 0:
                 raise ValueError(f"policy segment has weight version {self.weight_version}; it must be 0 or more")
         elif len(self.logprobs):

@@ -1,8 +1,8 @@
 """Wiring: sandbox, graders, tools, environments, episodes and the server that offers them.
 
-    sandbox <- tools <- environments <- episodes <- server
-       ^                     |
-       `---- execution       `-> rewards <- math pool
+sandbox <- tools <- environments <- episodes <- server
+   ^                     |
+   `---- execution       `-> rewards <- math pool
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Gateway:
             ]
         )
         environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
-        self._episodes = EpisodeManager(
-            environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s
-        )
+        self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
         self.server = Server(
             service="envgateway", instance_id="envgateway", host=config.host, port=config.port, run_id=run_id

@@ -45,7 +45,11 @@ async def fetch(
 
 
 async def _manifest(
-    stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, run_id: str, version: WeightVersion, base: BaseVersion | None
+    stub: weights_pb2_grpc.WeightServiceAsyncStub,
+    source: str,
+    run_id: str,
+    version: WeightVersion,
+    base: BaseVersion | None,
 ) -> Payload:
     request = weights_pb2.GetManifestRequest(
         run_id=run_id,
@@ -77,7 +81,9 @@ async def _chunks(stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, pa
                 raise
             continue
         if offset != payload.size_bytes:
-            raise CorruptDataError(f"{source}: payload {payload.payload_id} ended at {offset} of {payload.size_bytes} bytes")
+            raise CorruptDataError(
+                f"{source}: payload {payload.payload_id} ended at {offset} of {payload.size_bytes} bytes"
+            )
         break
     return memoryview(buffer)
 

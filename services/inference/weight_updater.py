@@ -75,9 +75,7 @@ class WeightUpdater:
         """What the engine computes with; number -1 when nothing is loaded."""
         if self._in_engine is None:
             return WeightVersion(policy=self._mirror.policy, number=-1, digest="")
-        return WeightVersion(
-            policy=self._mirror.policy, number=self._in_engine.number, digest=self._in_engine.digest
-        )
+        return WeightVersion(policy=self._mirror.policy, number=self._in_engine.number, digest=self._in_engine.digest)
 
     def gauges(self) -> dict[str, float]:
         """For the replica's report."""

@@ -2,8 +2,9 @@
 
 The rule, per policy: a task group is issued only while
 
-    accepted and not yet trained + expected from running  <  min(max_staleness + 1, steps left) * batch
+    accepted and not yet trained + expected from running  <  min(max_staleness + 1 - lag, steps left) * batch
 
+where lag is how many versions the replica that would play it is behind: what it samples is that much older at birth.
 "Trained" means that the version of its training step is published: a batch in the trainer's hands still counts.
 Sequences that are filtered, fail or expire return their share. Nothing is ever evicted to make room.
 Knows counts only: neither task groups nor replicas.
@@ -13,21 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 
-def has_room(*, accepted: int, expected: float, batch_size: int, max_staleness: int, steps_left: int) -> bool:
+def has_room(
+    *, accepted: int, expected: float, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0
+) -> bool:
     """The rule above.
 
     >>> has_room(accepted=8, expected=8, batch_size=8, max_staleness=1, steps_left=10)
     False
     """
-    return accepted + expected < quota(batch_size=batch_size, max_staleness=max_staleness, steps_left=steps_left)
+    return accepted + expected < quota(
+        batch_size=batch_size, max_staleness=max_staleness, steps_left=steps_left, lag=lag
+    )
 
 
-def quota(*, batch_size: int, max_staleness: int, steps_left: int) -> int:
+def quota(*, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0) -> int:
     """Sequences that may be outstanding; what the last steps cannot use is not even started."""
-    return min(max_staleness + 1, steps_left) * batch_size
+    return max(0, min(max_staleness + 1 - lag, steps_left)) * batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +77,16 @@ class Admission:
         self._admit = admit
         self.running_slots = 0  # slots of issued training groups that are not resolved yet
 
-    def open(self) -> bool:
-        """Every policy that is still trained has room (``all``), or one has (``any``)."""
-        rooms = [self.has_room(policy) for policy, account in self.accounts.items() if account.steps_left > 0]
+    def open(self, lags: Mapping[str, int] = MappingProxyType({})) -> bool:
+        """Every policy that is still trained has room (``all``), or one has (``any``), at a replica with these lags."""
+        rooms = [
+            self.has_room(policy, lags.get(policy, 0))
+            for policy, account in self.accounts.items()
+            if account.steps_left > 0
+        ]
         return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
 
-    def has_room(self, policy: str) -> bool:
+    def has_room(self, policy: str, lag: int = 0) -> bool:
         account = self.accounts[policy]
         return has_room(
             accepted=account.accepted,
@@ -84,6 +94,7 @@ class Admission:
             batch_size=account.limits.batch_size,
             max_staleness=account.limits.max_staleness,
             steps_left=account.steps_left,
+            lag=lag,
         )
 
     def expected(self, policy: str) -> float:

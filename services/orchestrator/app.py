@@ -1,6 +1,6 @@
 """Wiring: run directory -> journal -> recovered ring -> server -> the run's life -> exit.
 
-    lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
+lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
     )
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
-    server.set_gauges(lambda: _gauges(ring), lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))})
+    server.set_gauges(
+        lambda: _gauges(ring), lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))}
+    )
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)

@@ -194,7 +194,9 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
     found_all = reader.find(records.TRAJECTORY, keys)
     missing = sorted(set(keys) - set(found_all))
     if missing:
-        raise CorruptDataError(f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(missing[:5])}")
+        raise CorruptDataError(
+            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(missing[:5])}"
+        )
     trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
     sequences = {
         entry.sequence_id: trajectories[key].sequences[position]

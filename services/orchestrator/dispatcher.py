@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from services.common.types import TaskGroupOrder
 from services.orchestrator.admission import Admission
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, PlayGroup
 from services.orchestrator.evaluation import Evaluations
@@ -105,7 +104,7 @@ class Dispatcher:
             return "no replica has joined" if not len(self._pool) else "no replica takes work"
         wait = self._issue_orphans()
         while (group := self._evaluations.next_group()) is not None:
-            replica = self._choose(group.order, len(group.order.indices))
+            replica = _freest(self._usable(group.order.required_versions, len(group.order.indices)))
             if replica is None:
                 self._evaluations.put_back(group)
                 wait = wait or f"no free replica holds {_versions(group.order.required_versions)}"
@@ -120,7 +119,7 @@ class Dispatcher:
             if group is None or group.complete:
                 del self._orphans[name]
                 continue
-            replica = self._choose(group.order, len(group.unresolved))
+            replica = _freest(self._usable(group.order.required_versions, len(group.unresolved)))
             if replica is None:
                 wait = f"no free replica for task group {name}"
                 continue
@@ -136,9 +135,12 @@ class Dispatcher:
             return ""
         size = self._training.group_size
         while self._admission.open():
-            replica = self._choose(None, size)
-            if replica is None:
+            usable = self._usable({}, size)
+            if not usable:
                 return self._why_no_replica(size)
+            replica = _freest(r for r in usable if self._admission.open(self._lags(r)))
+            if replica is None:
+                return "the quota has room only for replicas that hold newer versions"
             group = self._training.next_group()
             self._experience.issued(group)
             self._issue_to(group, replica)
@@ -189,11 +191,12 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _choose(self, order: TaskGroupOrder | None, num_slots: int) -> Replica | None:
-        """The replica with the most free slots that may play it; ``None`` as order is any training order."""
-        required = order.required_versions if order is not None else {}
-        usable = [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required)]
-        return max(usable, key=lambda r: (r.num_free, r.replica_id), default=None)
+    def _usable(self, required: Mapping[str, int], num_slots: int) -> list[Replica]:
+        return [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required)]
+
+    def _lags(self, replica: Replica) -> dict[str, int]:
+        """How many versions it is behind, per policy."""
+        return {p: max(0, ledger.newest_number - replica.held[p].number) for p, ledger in self._ledgers.items()}
 
     def may_play(self, replica: Replica, required: Mapping[str, int]) -> bool:
         """Holds known versions of all policies: exactly the required ones, or (training) none too old to be trained."""
@@ -273,6 +276,10 @@ class Dispatcher:
         if replica is not None:
             self._pool.send(replica, CancelGroup(name, reason))
             self.sync_versions(replica)
+
+
+def _freest(replicas: Iterable[Replica]) -> Replica | None:
+    return max(replicas, key=lambda r: (r.num_free, r.replica_id), default=None)
 
 
 def _versions(required: Mapping[str, int]) -> str:

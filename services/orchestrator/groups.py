@@ -145,7 +145,9 @@ def statistics(rewards: Iterable[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-def dynamic_sampling(groups: Iterable[AdvantageGroup], enabled: bool) -> tuple[list[AdvantageGroup], list[AdvantageGroup]]:
+def dynamic_sampling(
+    groups: Iterable[AdvantageGroup], enabled: bool
+) -> tuple[list[AdvantageGroup], list[AdvantageGroup]]:
     """(kept, dropped): groups whose rewards are all equal carry no gradient. Disabled keeps everything."""
     kept: list[AdvantageGroup] = []
     dropped: list[AdvantageGroup] = []

@@ -145,7 +145,9 @@ def find_fault(
             if not segment.is_policy:
                 continue
             if segment.weight_version > newest:
-                return f"version {segment.weight_version} of {sequence.policy} is from the future: the newest is {newest}"
+                return (
+                    f"version {segment.weight_version} of {sequence.policy} is from the future: the newest is {newest}"
+                )
             if required is not None and segment.num_tokens and segment.weight_version != required:
                 return f"sampled from version {segment.weight_version} of {sequence.policy}, not {required}"
             if not np.isfinite(segment.logprobs).all():

@@ -1,6 +1,7 @@
 """Metrics of the run: rows in ``metrics/orchestrator.jsonl``, scalars for TensorBoard, and ``summary.json`` at the end.
 
-Everything here can be made again from the journal or is for people to look at: nothing reads it back.
+Everything here can be made again from the journal or is for people to look at: nothing reads it back. Without free disk
+rows are dropped, counted and said once; the run does not end for them.
 """
 
 from __future__ import annotations
@@ -11,28 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from services.common.metrics import MetricsWriter
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.tensorboard import EventFile
+
+log = structlog.get_logger()
 
 
 class RunMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._rows = MetricsWriter(run_dir / "metrics" / "orchestrator.jsonl")
+        self.num_dropped = 0
         self._board = EventFile(run_dir / "tensorboard")
 
+    def _row(self, kind: str, **values: Any) -> None:
+        try:
+            self._rows.write(kind, **values)
+        except OSError as error:
+            if not self.num_dropped:
+                log.error("metrics.dropped", error=str(error))
+            self.num_dropped += 1
+
     def training_step(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        self._rows.write("training_step", policy=policy, step=step, **values)
+        self._row("training_step", policy=policy, step=step, **values)
         self._scalars(policy, values, step)
 
     def throughput(self, step: int, waits: list[str], values: Mapping[str, float]) -> None:
-        self._rows.write("throughput", **values, waits=waits)
+        self._row("throughput", **values, waits=waits)
         self._scalars("throughput", values, step)
 
     def evaluation(self, result: EvaluationResult) -> None:
-        self._rows.write(
+        self._row(
             "evaluation",
             name=result.name,
             versions=dict(result.versions),
@@ -44,15 +57,21 @@ class RunMetrics:
         self._scalars("evaluation", {result.name: result.mean_reward}, step)
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        self._rows.write("summary", **summary)
+        """Written again by a restart when it is not there."""
+        self._row("summary", **summary)
         partial = self._run_dir / "summary.json.partial"
-        partial.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-        partial.replace(self._run_dir / "summary.json")
+        try:
+            partial.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+            partial.replace(self._run_dir / "summary.json")
+        except OSError as error:
+            log.error("summary.not_written", error=str(error))
 
     def close(self) -> None:
         self._rows.close()
         self._board.close()
 
     def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
-        self._board.scalars(step, {f"{group}/{name}": v for name, v in values.items() if math.isfinite(v)})
-
+        try:
+            self._board.scalars(step, {f"{group}/{name}": v for name, v in values.items() if math.isfinite(v)})
+        except OSError:
+            self.num_dropped += 1

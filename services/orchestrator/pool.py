@@ -155,7 +155,9 @@ class ReplicaPool:
         """
         replica = self._replicas.get(replica_id)
         if replica is None or replica.incarnation != incarnation:
-            raise LeaseLostError(f"replica {replica_id} ({incarnation}) holds no lease: join again", replica_id=replica_id)
+            raise LeaseLostError(
+                f"replica {replica_id} ({incarnation}) holds no lease: join again", replica_id=replica_id
+            )
         now = self._clock()
         if replica.reported_at is not None and now > replica.reported_at:
             new_tokens = max(num_tokens - replica.num_tokens, 0)

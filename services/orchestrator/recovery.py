@@ -103,9 +103,7 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
         ring.evaluations.recover_result(records.evaluation_from_json(record))
 
 
-def _apply_group(
-    ring: Ring, record: dict[str, Any], survey: _Survey, owners: dict[str, tuple[str, str]]
-) -> None:
+def _apply_group(ring: Ring, record: dict[str, Any], survey: _Survey, owners: dict[str, tuple[str, str]]) -> None:
     if not record["evaluation"]:
         ring.training_orders.curriculum.resume_after(record["position"])
     if record["task_group_id"] in survey.closed or record["evaluation"] in survey.evaluated:

@@ -111,9 +111,7 @@ class Ring:
             counters=self.counters,
             clock=clock,
         )
-        self.ingest = Ingest(
-            self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved
-        )
+        self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
         self._publishing = {policy: asyncio.Lock() for policy in recipe.policies}
         self._changed = asyncio.Event()
 
@@ -327,7 +325,9 @@ class Ring:
         self.dispatcher.schedule()
 
     def _evaluated(self, result: EvaluationResult) -> None:
-        log.info("evaluation.finished", evaluation=result.name, mean_reward=result.mean_reward, failed=result.num_failed)
+        log.info(
+            "evaluation.finished", evaluation=result.name, mean_reward=result.mean_reward, failed=result.num_failed
+        )
         self.journal.submit(records.EVALUATION, result.name, lambda: records.evaluation_to_json(result))
         self.metrics.evaluation(result)
         self._changed.set()

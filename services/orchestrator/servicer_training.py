@@ -82,7 +82,9 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         self, request: training_pb2.PullBatchRequest, context: Context
     ) -> None:
         if not 0 <= request.rank < request.num_ranks:
-            raise InvalidRequestError(f"rank is {request.rank}; it must be at least 0 and below num_ranks ({request.num_ranks})")
+            raise InvalidRequestError(
+                f"rank is {request.rank}; it must be at least 0 and below num_ranks ({request.num_ranks})"
+            )
         remaining = context.time_remaining()
         wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
         batch = await self._ring.pull_batch(request.policy, request.training_step, wait_s)

@@ -84,6 +84,4 @@ class EventFile:
 
     def _write(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
-        self._file.write(
-            length + struct.pack("<I", _masked(length)) + event + struct.pack("<I", _masked(event))
-        )
+        self._file.write(length + struct.pack("<I", _masked(length)) + event + struct.pack("<I", _masked(event)))

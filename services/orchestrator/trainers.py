@@ -52,7 +52,7 @@ class TrainerLeases:
             if trainer.incarnation == incarnation:
                 trainer.mailbox.close(SupersededError("the same trainer opened a newer stream"))
             else:
-                trainer.mailbox.close(LeaseLostError(f"another trainer of {policy} has joined"))
+                trainer.mailbox.close(LeaseLostError(f"another trainer of {policy} has joined", holder=incarnation))
         if trainer is None or trainer.incarnation != incarnation:
             trainer = Trainer(
                 policy=policy,
@@ -76,7 +76,7 @@ class TrainerLeases:
         """
         trainer = self.get(policy)
         if trainer is not None and trainer.incarnation != incarnation:
-            raise LeaseLostError(f"another trainer of {policy} has joined", policy=policy)
+            raise LeaseLostError(f"another trainer of {policy} has joined", policy=policy, holder=trainer.incarnation)
         return trainer
 
     def report(
@@ -111,7 +111,9 @@ class TrainerLeases:
         lost = [trainer for trainer in self if trainer.lease_until <= now]
         for trainer in lost:
             if trainer.mailbox is not None:
-                trainer.mailbox.close(LeaseLostError(f"the trainer of {trainer.policy} did not report for {self.lease_s} s"))
+                trainer.mailbox.close(
+                    LeaseLostError(f"the trainer of {trainer.policy} did not report for {self.lease_s} s")
+                )
                 trainer.mailbox = None
             self._trainers[trainer.policy] = None
         return lost

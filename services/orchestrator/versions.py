@@ -49,7 +49,8 @@ class VersionLedger:
             return False
         if version.number != self.newest_number + 1:
             raise InvalidRequestError(
-                f"version {version.number} of {self.policy} cannot follow version {self.newest_number}", policy=self.policy
+                f"version {version.number} of {self.policy} cannot follow version {self.newest_number}",
+                policy=self.policy,
             )
         return True
 

@@ -101,7 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--policy", required=True, help="the policy whose versions are served")
     parser.add_argument("--host", default="127.0.0.1", help="bind address; only loopback is allowed")
     parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
-    parser.add_argument("--transfer", choices=("full", "delta"), default="delta", help="offer deltas, or snapshots only")
+    parser.add_argument(
+        "--transfer", choices=("full", "delta"), default="delta", help="offer deltas, or snapshots only"
+    )
     parser.add_argument("--keep", type=int, default=2, help="snapshots kept")
     parser.add_argument("--full-every", type=int, default=0, help="serve every n-th version in full; 0 is never")
     parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")

@@ -114,5 +114,3 @@ class PublisherProcess:
         if "error" in answer:
             raise InfrastructureError(f"weight publisher: {answer['error']}")
         return answer
-
-

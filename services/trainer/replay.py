@@ -105,7 +105,9 @@ def main() -> int:
     arguments = _parser().parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from services.common.config.loading import load_resolved
+    from services.common.logs import configure
 
+    configure("replay", level="warning")  # to standard error: standard output is the answer
     try:
         recipe = load_resolved(arguments.run_dir)
         with _Orchestrator(arguments.orchestrator, str(recipe.run.id), arguments.policy) as orchestrator:

@@ -62,7 +62,9 @@ def forward_logprobs(model: Any, token_ids: np.ndarray) -> torch.Tensor:
     """Log-probability of each token but the first, at temperature 1. [num_tokens - 1]"""
     ids = torch.tensor(np.array(token_ids), dtype=torch.int64)
     with torch.no_grad():
-        logits = model(input_ids=ids[None], use_cache=False, documents=Documents.from_offsets(np.array([0, len(ids)]))).logits[0]
+        logits = model(
+            input_ids=ids[None], use_cache=False, documents=Documents.from_offsets(np.array([0, len(ids)]))
+        ).logits[0]
     return torch.log_softmax(logits[:-1].double(), dim=-1).gather(1, ids[1:, None])[:, 0]
 
 

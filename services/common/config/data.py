@@ -33,7 +33,9 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> DatasetConfig:
         if (self.path is None) == (self.generator is None):
-            raise ValueError("set exactly one of `path` (a jsonl file or a dataset name) and `generator` (module:function)")
+            raise ValueError(
+                "set exactly one of `path` (a jsonl file or a dataset name) and `generator` (module:function)"
+            )
         return self
 
 

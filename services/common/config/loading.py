@@ -44,7 +44,9 @@ def validate(tree: Mapping[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source} cannot run:\n" + "\n".join(f"  {line}" for line in explain(error, Recipe))) from None
+        raise ConfigError(
+            f"{source} cannot run:\n" + "\n".join(f"  {line}" for line in explain(error, Recipe))
+        ) from None
 
 
 def save_resolved(recipe: Recipe, run_dir: Path) -> None:
@@ -61,7 +63,9 @@ def load_resolved(run_dir: Path) -> Recipe:
     """Read what ``save_resolved`` wrote; raises ``ConfigError`` when the directory is no run directory."""
     path = run_dir / RESOLVED
     if not path.is_file():
-        raise ConfigError(f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`")
+        raise ConfigError(
+            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+        )
     return validate(json.loads(path.read_text()), source=str(path))
 
 
@@ -76,7 +80,9 @@ def with_run_id(recipe: Recipe, now: datetime | None = None) -> Recipe:
 def _recipe_file(path: Path) -> Path:
     file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"no recipe at {file}: name a recipe.yaml or a directory that holds one, such as recipes/quickstart")
+        raise ConfigError(
+            f"no recipe at {file}: name a recipe.yaml or a directory that holds one, such as recipes/quickstart"
+        )
     return file
 
 

@@ -79,7 +79,9 @@ class Recipe(Section):
         self._check_batches()
         self._check_ports()
         if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0")
+            raise ValueError(
+                "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
+            )
         if self.data.evaluation is None and (self.evaluation.at_start or self.evaluation.at_end):
             raise ValueError(
                 "evaluation is on but data.evaluation is missing: name a dataset there, "

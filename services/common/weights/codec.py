@@ -50,7 +50,9 @@ class ChunkChange:
     """New absolute values of one chunk, so that writing them twice does no harm."""
 
     start: int  # first element of the chunk
-    positions: npt.NDArray[np.intp] | None  # changed elements relative to ``start``; None when ``values`` covers the chunk
+    positions: (
+        npt.NDArray[np.intp] | None
+    )  # changed elements relative to ``start``; None when ``values`` covers the chunk
     values: Bits
     num_changes: int
 
@@ -92,7 +94,9 @@ def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[C
         index, method, num_changes = reader.unpack(_RECORD)
         start = index * CHUNK_ELEMENTS
         if index <= previous or start >= len(old):
-            raise CorruptDataError(f"delta names chunk {index} after chunk {previous} of a tensor of {len(old)} elements")
+            raise CorruptDataError(
+                f"delta names chunk {index} after chunk {previous} of a tensor of {len(old)} elements"
+            )
         previous = index
         yield _decode_chunk(reader, method, num_changes, start, old[start : start + CHUNK_ELEMENTS], is_float)
 
@@ -120,7 +124,9 @@ def _decode_chunk(
         raise CorruptDataError(f"delta says {num_changes} changes in a chunk of {len(old)} elements")
     positions: npt.NDArray[np.intp] | None = None
     if method == Method.SPARSE:
-        positions = _positions(reader.plane(at_least=num_changes, at_most=num_changes + len(old) // _ESCAPE + 1), num_changes, len(old))
+        positions = _positions(
+            reader.plane(at_least=num_changes, at_most=num_changes + len(old) // _ESCAPE + 1), num_changes, len(old)
+        )
         values = _apply_steps(old[positions], _unpack_sparse_steps(reader, num_changes, old.dtype), is_float)
     elif method == Method.DENSE:
         values = _apply_steps(old, _unpack_steps(reader, len(old), old.dtype), is_float)

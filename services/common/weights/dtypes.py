@@ -53,7 +53,9 @@ def element_type(name: str) -> ElementType:
     try:
         return ELEMENT_TYPES[name]
     except KeyError:
-        raise InvalidRequestError(f"weights of dtype {name!r} cannot travel; use one of {sorted(ELEMENT_TYPES)}") from None
+        raise InvalidRequestError(
+            f"weights of dtype {name!r} cannot travel; use one of {sorted(ELEMENT_TYPES)}"
+        ) from None
 
 
 def cast_bits(bits: Bits, source: str, target: str) -> Bits:
@@ -77,5 +79,7 @@ def _from_float32(values: npt.NDArray[np.float32], target: str) -> Bits:
             return values.astype(np.float16).view(np.uint16)
     wide = values.view(np.uint32)
     # Adding just under half, plus the last kept bit, rounds ties to even; the carry may run into the exponent.
-    rounded = ((wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+    rounded = ((wide + (np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(
+        np.uint16
+    )
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -140,7 +140,12 @@ def lay_out(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
         offset = align(offset)
         entries.append(
             TensorEntry(
-                name=spec.name, dtype=spec.dtype, shape=spec.shape, offset=offset, length=spec.size_bytes, digest=PLACEHOLDER
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                offset=offset,
+                length=spec.size_bytes,
+                digest=PLACEHOLDER,
             )
         )
         offset += spec.size_bytes

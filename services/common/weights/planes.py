@@ -69,7 +69,9 @@ class PlaneReader:
         else:
             raise CorruptDataError(f"delta holds a plane of coding {coding} and size {size}, which is unknown here")
         if not at_least <= len(plane) <= at_most:
-            raise CorruptDataError(f"delta holds a plane of {len(plane)} bytes where {at_least} to {at_most} were expected")
+            raise CorruptDataError(
+                f"delta holds a plane of {len(plane)} bytes where {at_least} to {at_most} were expected"
+            )
         return plane
 
 

@@ -144,7 +144,9 @@ class Snapshot:
             self.manifest, start = _read_manifest(self._map, path)
         except (OSError, ValueError, CorruptDataError) as error:
             os.close(self._fd)
-            raise error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}") from error
+            raise (
+                error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}")
+            ) from error
         self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
         self._leases = 0
         self._retired = False
@@ -194,7 +196,9 @@ def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Pat
     return removed
 
 
-def remove_own(run_id: str, policy: str, directories: Iterable[Path] = DEFAULT_DIRECTORIES, pid: int | None = None) -> None:
+def remove_own(
+    run_id: str, policy: str, directories: Iterable[Path] = DEFAULT_DIRECTORIES, pid: int | None = None
+) -> None:
     """Remove every snapshot of this run and policy that this process (or ``pid``) wrote: the last act of a writer."""
     ending = snapshot_name(run_id, policy, 0, os.getpid() if pid is None else pid)
     head, _, tail = ending.rpartition(f".0.{ending.split('.')[-2]}.")

@@ -1,8 +1,8 @@
 """``tool``: a question, tool calls that the gateway runs, an answer, its reward.
 
-    action with a call --------> the tool's response; next turn
-    action without a call -----> graded; done
-    the last turn's action ----> graded, its call is not run; done
+action with a call --------> the tool's response; next turn
+action without a call -----> graded; done
+the last turn's action ----> graded, its call is not run; done
 """
 
 from __future__ import annotations

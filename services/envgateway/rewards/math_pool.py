@@ -56,7 +56,8 @@ class MathPool:
             InfrastructureError: no worker can be started.
         """
         frame = wire.encode(
-            {"kind": "grade"}, [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")]
+            {"kind": "grade"},
+            [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")],
         )
         worker = await self._borrow()
         try:

@@ -66,9 +66,7 @@ class SupervisorConnection(asyncio.Protocol):
 class _Submitted:
     """A run on its way; ``result`` always completes."""
 
-    def __init__(
-        self, connection: SupervisorConnection, run_id: int, result: asyncio.Future[ExecutionResult]
-    ) -> None:
+    def __init__(self, connection: SupervisorConnection, run_id: int, result: asyncio.Future[ExecutionResult]) -> None:
         self._connection = connection
         self._run_id = run_id
         self.result = result

@@ -205,4 +205,3 @@ class SandboxPool:
     def _kill_supervisor(self) -> None:
         if self._supervisor is not None:
             self._supervisor.process.kill()
-

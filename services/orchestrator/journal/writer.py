@@ -34,7 +34,7 @@ from services.orchestrator.journal.segments import SegmentWriter, cut_tails, seg
 log = structlog.get_logger()
 
 MAX_RECORDS = 64
-LINGER_S = 0.004
+LINGER_S = 0.005
 RETRY_S = 0.5  # between attempts while the disk is full
 RESERVE_BYTES = 1024 * 1024  # below this much free disk nothing is written
 CLOSE_DEADLINE_S = 10.0
@@ -82,6 +82,7 @@ class Journal:
         self._closed = False
         self.blocked = ""  # why nothing is being written; empty while all is well
         self.num_commits = 0
+        self._committed_at = 0.0
         self.num_records = 0
 
     @property
@@ -157,8 +158,10 @@ class Journal:
         first = self._queue.get()
         if first is None:
             return [], False
-        if self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
-            time.sleep(LINGER_S)  # let others join this commit
+        # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
+        linger_s = self._committed_at + LINGER_S - time.monotonic()
+        if linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
+            time.sleep(linger_s)
         entries = [first]
         while len(entries) < MAX_RECORDS:
             try:
@@ -171,7 +174,9 @@ class Journal:
         return entries, True
 
     def _write(self, entries: list[_Entry]) -> None:
-        lines = [orjson.dumps(e.encode(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE) for e in entries]
+        lines = [
+            orjson.dumps(e.encode(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE) for e in entries
+        ]
         needed = sum(map(len, lines))
         while True:
             free = self.free_bytes()
@@ -214,6 +219,7 @@ class Journal:
         self._next_number += len(rows)
         self.num_records += len(rows)
         self.num_commits += 1
+        self._committed_at = time.monotonic()
 
     def _writer(self, kind: str) -> SegmentWriter:
         writer = self._writers.get(kind)

@@ -44,9 +44,7 @@ async def isolated_pool(pool: SandboxPool) -> SandboxPool:
 def execute(pool: SandboxPool) -> Execute:
     async def run(code: str, *, stdin: bytes = b"", echo: bool = False, **limits: Any) -> ExecutionResult:
         limits = {"wall_s": 3.0, **limits}
-        return await pool.run(
-            ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits))
-        )
+        return await pool.run(ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits)))
 
     return run
 

@@ -88,7 +88,9 @@ async def test_code_is_executed(gateway: Clients) -> None:
 
 
 async def test_limits_and_options_travel(gateway: Clients) -> None:
-    request = pb.ExecuteCodeRequest(code="import sys\nlen(sys.stdin.read())", stdin=b"abc", print_trailing_expression=True)
+    request = pb.ExecuteCodeRequest(
+        code="import sys\nlen(sys.stdin.read())", stdin=b"abc", print_trailing_expression=True
+    )
     assert (await gateway.code.ExecuteCode(request, timeout=20)).stdout == "3\n"
     slow = pb.ExecuteCodeRequest(code="while True: pass")
     slow.limits.wall_time.FromMilliseconds(200)

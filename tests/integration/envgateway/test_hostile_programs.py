@@ -83,7 +83,9 @@ for path in ("/proc/self/environ", "/proc/{os.getpid()}/environ", "/proc/{os.get
         print(path, "refused")
 print([o for o in gc.get_objects() if isinstance(o, (bytes, str)) and "another's" in str(o)])
 """
-        other = asyncio.create_task(pool.run(ExecutionRequest(code="x = \"another's program\"\nimport time; time.sleep(1)")))
+        other = asyncio.create_task(
+            pool.run(ExecutionRequest(code='x = "another\'s program"\nimport time; time.sleep(1)'))
+        )
         result = await pool.run(ExecutionRequest(code=code))
         await other
     finally:
@@ -259,9 +261,7 @@ attempt("uid", lambda: os.setuid(0) if os.getuid() else (_ for _ in ()).throw(OS
         "import os, shutil; shutil.rmtree(os.getcwd())",
     ],
 )
-async def test_clean_up_works_whatever_the_work_dir_has_become(
-    execute: Execute, pool: SandboxPool, code: str
-) -> None:
+async def test_clean_up_works_whatever_the_work_dir_has_become(execute: Execute, pool: SandboxPool, code: str) -> None:
     await asyncio.gather(execute(code), execute(code))
     await _assert_clean(pool)
     assert os.path.exists("/etc/passwd")

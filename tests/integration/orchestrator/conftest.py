@@ -37,7 +37,9 @@ def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "name": "scripted",
         "run": {"id": "scripted-test", "steps": 6, "seed": 1},
-        "policies": {"model0": {"model": {"path": "none"}, "batch": {"size": 16, "max_staleness": 1, "minibatches": 2}}},
+        "policies": {
+            "model0": {"model": {"path": "none"}, "batch": {"size": 16, "max_staleness": 1, "minibatches": 2}}
+        },
         "data": {"train": {"path": str(data)}, "evaluation": {"path": str(evaluation)}},
         "rollout": {"group_size": 4},
         "orchestrator": {"port": port, "lease_s": 2.0, "min_free_bytes": 0},
@@ -106,7 +108,9 @@ class Orchestrator:
             response = await run_pb2_grpc.RunServiceStub(connection).GetRun(run_pb2.GetRunRequest(), timeout=5.0)
             return response.progress
 
-    async def until(self, condition: Callable[[run_pb2.RunProgress], bool], timeout_s: float = 30.0) -> run_pb2.RunProgress:
+    async def until(
+        self, condition: Callable[[run_pb2.RunProgress], bool], timeout_s: float = 30.0
+    ) -> run_pb2.RunProgress:
         async with asyncio.timeout(timeout_s):
             while not condition(now := await self.progress()):
                 await asyncio.sleep(0.05)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.journal.writer import JournalReader
@@ -139,7 +139,9 @@ async def test_only_unresolved_indices_are_reissued_when_a_replica_is_lost(orche
 
 
 @pytest.mark.slow
-async def test_a_replica_that_reconnects_within_its_lease_goes_on_with_its_work(orchestrators: Make, peers: Peers) -> None:
+async def test_a_replica_that_reconnects_within_its_lease_goes_on_with_its_work(
+    orchestrators: Make, peers: Peers
+) -> None:
     orchestrator = orchestrators(evaluation__at_start=False, evaluation__at_end=False, orchestrator__lease_s=20.0)
     await orchestrator.start()
     replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=2.0))
@@ -159,11 +161,15 @@ async def test_a_replica_that_reconnects_within_its_lease_goes_on_with_its_work(
 
 
 @pytest.mark.slow
-async def test_killed_in_the_first_evaluation_it_ends_with_the_same_denominator(orchestrators: Make, peers: Peers) -> None:
+async def test_killed_in_the_first_evaluation_it_ends_with_the_same_denominator(
+    orchestrators: Make, peers: Peers
+) -> None:
     orchestrator = orchestrators(run__steps=1, evaluation__samples_per_task=3)
     await orchestrator.start()
     replica = ScriptedReplica(
-        orchestrator.address, num_slots=3, rollouts=Rollouts(latency_s=0.3, reward=lambda order, index: 1.0 if index else 0.0)
+        orchestrator.address,
+        num_slots=3,
+        rollouts=Rollouts(latency_s=0.3, reward=lambda order, index: 1.0 if index else 0.0),
     )
     trainer = ScriptedTrainer(orchestrator.address)
     peers += [replica, trainer]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.errors import (
     InvalidRequestError,
     LeaseLostError,

@@ -35,3 +35,51 @@ async def test_a_run_evaluates_trains_evaluates_and_exits(orchestrators: Make, p
     assert all(row["reward_mean"] == 0.5 and row["num_sequences"] == 16 for row in steps)
     ids = [name for pulled in trainer.pulled.values() for name in pulled.ids]
     assert len(ids) == len(set(ids)) == 96
+
+
+async def test_two_policies_train_at_their_own_pace(orchestrators: Make, peers: Peers) -> None:
+    def batch(size: int) -> dict[str, object]:
+        ports = {"trainer": {"port": 0}, "weights": {"port": 0}}
+        return {"model": {"path": "none"}, "batch": {"size": size, "max_staleness": 2}, **ports}
+
+    orchestrator = orchestrators(
+        policies={"actor": batch(16), "verifier": batch(8)},
+        evaluation__at_start=False,
+        evaluation__at_end=False,
+        run__steps=4,
+    )
+    await orchestrator.start()
+    replica = ScriptedReplica(orchestrator.address, policies=("actor", "verifier"), rollouts=Rollouts(latency_s=0.01))
+    actor = ScriptedTrainer(orchestrator.address, policy="actor", train_s=0.05)
+    verifier = ScriptedTrainer(orchestrator.address, policy="verifier")
+    peers += [replica, actor, verifier]
+    replica.start()
+    async with asyncio.timeout(60):
+        await asyncio.gather(actor.run(4), verifier.run(4))
+        await asyncio.gather(actor.stopped.wait(), verifier.stopped.wait())
+        assert await orchestrator.wait() == 0
+    summary = orchestrator.summary()
+    assert summary["steps"] == {"actor": 4, "verifier": 4}
+    assert summary["max_staleness"] <= 2
+    for trainer, size in ((actor, 16), (verifier, 8)):
+        sequences = [s for pulled in trainer.pulled.values() for s in pulled.sequences]
+        assert {s.sequence.policy for s in sequences} == {trainer.policy}
+        assert len({s.sequence_id for s in sequences}) == len(sequences) == 4 * size
+
+
+async def test_a_second_replica_joins_in_mid_run_and_serves(orchestrators: Make, peers: Peers) -> None:
+    orchestrator = orchestrators(run__steps=30, evaluation__at_start=False, evaluation__at_end=False)
+    await orchestrator.start()
+    first = ScriptedReplica(orchestrator.address, num_slots=8, rollouts=Rollouts(latency_s=0.02))
+    second = ScriptedReplica(orchestrator.address, replica_id="b", num_slots=8, rollouts=Rollouts(latency_s=0.02))
+    trainer = ScriptedTrainer(orchestrator.address)
+    peers += [first, second, trainer]
+    first.start()
+    training = asyncio.ensure_future(trainer.run(30))
+    async with asyncio.timeout(60):
+        await orchestrator.until(lambda now: now.policies[0].version >= 3)
+        second.start()  # holds version 0: it is told to fetch the newest first
+        await training
+    assert second.announced
+    assert second.outcomes
+    assert all(order.indices for order in second.orders)

@@ -80,7 +80,9 @@ class TrainerProcess:
         return (self.run_dir / "stderr.txt").read_text()
 
     def events(self) -> list[str]:
-        return [line for path in (self.run_dir / "logs").glob("trainer-*.jsonl") for line in path.read_text().splitlines()]
+        return [
+            line for path in (self.run_dir / "logs").glob("trainer-*.jsonl") for line in path.read_text().splitlines()
+        ]
 
     def close(self) -> None:
         if self.process is not None:

@@ -22,9 +22,7 @@ WAIT_S = 60.0
 class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.TrainingServiceServicer):
     """Survives ``stop_serving`` and ``serve`` on the same port, as a restarted orchestrator does with its journal."""
 
-    def __init__(
-        self, recipe: Recipe, run_dir: Path, batches: Callable[[int, int, int], RankBatch] = batch_of
-    ) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, batches: Callable[[int, int, int], RankBatch] = batch_of) -> None:
         self.recipe = recipe
         self.run_dir = run_dir
         self.ledger: dict[int, str] = {}

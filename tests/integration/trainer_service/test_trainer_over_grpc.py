@@ -140,7 +140,9 @@ async def test_versions_come_with_metrics_and_intervals_of_computing(
         assert interval.start.ToNanoseconds() < interval.end.ToNanoseconds()
 
 
-async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     trainer = start(orchestrator)
@@ -154,7 +156,9 @@ async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(make_orchestrato
     assert await trainer.life == STEPS
 
 
-async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     trainer = start(orchestrator)
@@ -168,7 +172,9 @@ async def test_the_trainer_reports_what_it_waits_for(make_orchestrator: MakeOrch
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     start(orchestrator)
-    await orchestrator.until(lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report")
+    await orchestrator.until(
+        lambda: bool(orchestrator.reports) and orchestrator.reports[-1].training_step == 3, "no report"
+    )
     report = orchestrator.reports[-1]
     assert report.state == "waiting_for_batch"
     assert {"waited_s", "step_seconds"} <= set(report.gauges)

@@ -83,7 +83,9 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     assert replayed.digest == expected[3]
 
 
-async def test_replay_asks_an_orchestrator_and_compares(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+async def test_replay_asks_an_orchestrator_and_compares(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
     orchestrator = await make_orchestrator(run={"steps": 3})
     trainer = trainers(orchestrator)
     await run_to_the_end(orchestrator, trainer)
@@ -99,12 +101,13 @@ async def test_replay_asks_an_orchestrator_and_compares(make_orchestrator: MakeO
     assert report["from_checkpoint"] == 2
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
-    make_orchestrator: MakeOrchestrator, trainers: Trainers
+    make_orchestrator: MakeOrchestrator, trainers: Trainers, num_ranks: int
 ) -> None:
-    orchestrator = await make_orchestrator(trainer={"checkpoint_every": 100})
+    orchestrator = await make_orchestrator(trainer={"checkpoint_every": 100, "num_ranks": num_ranks})
     orchestrator.held_step = 4
-    trainer = trainers(orchestrator)
+    trainer = trainers(orchestrator, num_ranks=num_ranks)
     trainer.start()
     await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
     trainer.terminate()

@@ -63,7 +63,9 @@ def test_ready_means_that_health_says_serving(processes: Processes, unused_tcp_p
     assert is_serving(address)
 
 
-def test_a_process_that_never_gets_ready_is_named_with_its_last_words(processes: Processes, unused_tcp_port: int) -> None:
+def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
+    processes: Processes, unused_tcp_port: int
+) -> None:
     code = "import sys, time; print('still loading', file=sys.stderr, flush=True); time.sleep(60)"
     processes.start(spec("slow", code, f"127.0.0.1:{unused_tcp_port}"))
     with pytest.raises(DeadlineError, match=r"slow not ready after 1(.|\n)*still loading"):

@@ -18,7 +18,9 @@ from services.common.types import (
 from services.orchestrator.groups import TaskGroup
 
 
-def sequence(reward: float = 0.0, version: int = 0, num_tokens: int = 4, policy: str = "model0", role: str = "agent") -> Sequence:
+def sequence(
+    reward: float = 0.0, version: int = 0, num_tokens: int = 4, policy: str = "model0", role: str = "agent"
+) -> Sequence:
     return Sequence(
         policy=policy,
         role=role,
@@ -31,7 +33,9 @@ def sequence(reward: float = 0.0, version: int = 0, num_tokens: int = 4, policy:
     )
 
 
-def trajectory(group: str = "g", index: int = 0, *sequences: Sequence, reward: float = 0.0, version: int = 0) -> Trajectory:
+def trajectory(
+    group: str = "g", index: int = 0, *sequences: Sequence, reward: float = 0.0, version: int = 0
+) -> Trajectory:
     found = sequences or (sequence(reward, version),)
     return Trajectory(task_group_id=group, index=index, sequences=found, reward=reward)
 
@@ -40,7 +44,9 @@ def failure(group: str = "g", index: int = 0, reason: str = "INFRASTRUCTURE") ->
     return RolloutFailure(task_group_id=group, index=index, reason=reason)
 
 
-def order(group: str = "g", size: int = 4, purpose: Purpose = Purpose.TRAIN, required: dict[str, int] | None = None) -> TaskGroupOrder:
+def order(
+    group: str = "g", size: int = 4, purpose: Purpose = Purpose.TRAIN, required: dict[str, int] | None = None
+) -> TaskGroupOrder:
     return TaskGroupOrder(
         task_group_id=group,
         task=Task(task_id="1", data={"question": "q"}),

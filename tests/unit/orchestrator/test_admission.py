@@ -17,7 +17,9 @@ from tests.unit.orchestrator.builders import failure, group, trajectory
 class _Simulation:
     """Replicas that always sample from the newest version, and a trainer that trains whenever it can."""
 
-    def __init__(self, batch: int, group_size: int, max_staleness: int, seed: int, in_order: bool, share_dropped: float) -> None:
+    def __init__(
+        self, batch: int, group_size: int, max_staleness: int, seed: int, in_order: bool, share_dropped: float
+    ) -> None:
         config = BatchConfig(size=batch, max_staleness=max_staleness, dynamic_sampling=True)
         self.counters: Counter[str] = Counter()
         self.experience = Experience({"model0": config}, 10_000, self.counters)
@@ -113,6 +115,17 @@ def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
         experience.issued(group(f"g{issued}"))
         issued += 1
     assert issued * 4 == 2 * 8
+
+
+def test_a_replica_that_lags_behind_has_less_room() -> None:
+    """What it samples is older at birth, so less may stand before it."""
+    experience = Experience({"model0": BatchConfig(size=4, max_staleness=2)}, num_steps=9, counters=Counter())
+    admission = experience.admission
+    for lag, outstanding in ((0, 12), (1, 8), (2, 4), (3, 0)):
+        admission.accounts["model0"].accepted = outstanding
+        assert not admission.open({"model0": lag})
+        admission.accounts["model0"].accepted = outstanding - 1
+        assert admission.open({"model0": lag}) is (lag < 3)
 
 
 def test_every_policy_must_have_room() -> None:

@@ -48,7 +48,9 @@ def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> 
     made = group(size=2)
     for index in range(2):
         made.resolve(
-            trajectory("g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b"))
+            trajectory(
+                "g", index, sequence(1.0, role="solver"), sequence(0.0, role="checker"), sequence(0.5, policy="b")
+            )
         )
     found = advantage_groups(made)
     assert [(g.policy, g.role, g.size, g.mean) for g in found] == [

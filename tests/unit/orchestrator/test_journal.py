@@ -159,7 +159,9 @@ async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
     assert [json.loads(line)["n"] for line in segment_path(tmp_path, "things", 1).read_text().splitlines()] == [1, 2, 3]
 
 
-async def test_another_failure_of_the_disk_stops_the_process(open_journal: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_failure_of_the_disk_stops_the_process(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[BaseException] = []
     journal = open_journal(on_failure=told.append)
 
@@ -222,7 +224,9 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
 
 
-async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(open_journal: Open, tmp_path: Path) -> None:
+async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(
+    open_journal: Open, tmp_path: Path
+) -> None:
     journal = open_journal(segment_bytes=1)  # one record per segment
 
     async def store(name: str) -> None:
@@ -244,6 +248,8 @@ async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(
     await train(3, "replayable")
     assert len(collect(journal, {"model0": 2}, live_groups={"buffered"})) == 2
     reader = JournalReader(tmp_path)
-    left = set(reader.find(records.TRAJECTORY, [f"{n}/0" for n in ("old", "checkpointed", "replayable", "buffered", "newest")]))
+    left = set(
+        reader.find(records.TRAJECTORY, [f"{n}/0" for n in ("old", "checkpointed", "replayable", "buffered", "newest")])
+    )
     reader.close()
     assert left == {"replayable/0", "buffered/0", "newest/0"}

@@ -91,7 +91,9 @@ class World:
 
     # --- peers ---
 
-    def join(self, name: str = "a", number: int = 0, slots: int = 64, incarnation: str = "1", running: Any = ()) -> Replica:
+    def join(
+        self, name: str = "a", number: int = 0, slots: int = 64, incarnation: str = "1", running: Any = ()
+    ) -> Replica:
         held = {"model0": Held(number, f"d{number}")}
         return self.ring.join_replica(
             Hello(replica_id=name, incarnation=incarnation, num_slots=slots, held=held, running=tuple(running))
@@ -179,9 +181,10 @@ async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Ca
         RecordOutcome.UNKNOWN,
     ]
     nan = trajectory(name, 2, reward=float("nan"))
-    assert await world.send(
-        trajectory(name, 0, sequence(policy="nobody")), trajectory(name, 1, sequence(version=5)), nan
-    ) == [RecordOutcome.INVALID] * 3
+    assert (
+        await world.send(trajectory(name, 0, sequence(policy="nobody")), trajectory(name, 1, sequence(version=5)), nan)
+        == [RecordOutcome.INVALID] * 3
+    )
     outcomes = world.ring.groups[name].outcomes
     assert [outcomes[i].reason for i in range(3)] == ["INVALID_RECORD"] * 3  # type: ignore[union-attr]
     assert "unknown policy 'nobody'" in outcomes[0].detail  # type: ignore[union-attr]
@@ -213,7 +216,9 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
 
 
-async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(worlds: Callable[..., World]) -> None:
+async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
+    worlds: Callable[..., World],
+) -> None:
     world = worlds()
     replica = world.join()
     await world.publish(0)
@@ -245,7 +250,9 @@ async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease
     world.clock.now += 31.0
     world.join("other")
     await Watch(world.ring).tick()
-    assert {o.task_group_id for o in await world.orders(world.ring.pool.get("other"))} == {o.task_group_id for o in orders}  # type: ignore[arg-type]
+    assert {o.task_group_id for o in await world.orders(world.ring.pool.get("other"))} == {
+        o.task_group_id for o in orders
+    }  # type: ignore[arg-type]
 
 
 async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
@@ -285,8 +292,16 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
         assert {share.minibatches for share in shares} == {whole.minibatches}
         found = sorted((s for share in shares for s in share.sequences), key=lambda s: (s.minibatch, s.position))
         for left, right in zip(whole.sequences, found, strict=True):
-            assert (left.sequence_id, left.minibatch, left.position) == (right.sequence_id, right.minibatch, right.position)
-            assert (left.group_mean, left.group_std, left.staleness) == (right.group_mean, right.group_std, right.staleness)
+            assert (left.sequence_id, left.minibatch, left.position) == (
+                right.sequence_id,
+                right.minibatch,
+                right.position,
+            )
+            assert (left.group_mean, left.group_std, left.staleness) == (
+                right.group_mean,
+                right.group_std,
+                right.staleness,
+            )
             for a, b in zip(left.sequence.segments, right.sequence.segments, strict=True):
                 assert a.token_ids.tobytes() == b.token_ids.tobytes()
                 assert a.logprobs.tobytes() == b.logprobs.tobytes()
@@ -355,12 +370,14 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     commands = await world.commands(replica)
     assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
     assert not any(isinstance(c, PlayGroup) for c in commands)
-    assert "no replica holds a version" in world.ring.dispatcher.held_back
+    assert "no replica holds a version" in world.ring.dispatcher.waits_for
     world.ring.report_replica("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 4
 
 
-async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(worlds: Callable[..., World]) -> None:
+async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(
+    worlds: Callable[..., World],
+) -> None:
     world = worlds(max_staleness=0)
     await world.publish(0)
     world.train()
@@ -372,6 +389,24 @@ async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_w
     assert await world.orders(replica) == []
     fresh = world.join("fresh", number=1)
     assert len(await world.orders(fresh)) == 2
+
+
+async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_be_trained_in_time(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()  # batches of 8, max_staleness 1: 16 may be outstanding
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    orders = await world.orders(replica)
+    for order in orders[:2]:
+        await world.play(order)
+    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.publish(1)  # its batch returns 8, but 8 of version 0 stand before anything that replica would sample
+    assert await world.orders(replica) == []
+    assert "only for replicas that hold newer versions" in world.ring.dispatcher.waits_for
+    world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    assert len(await world.orders(replica)) == 2
 
 
 async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:
@@ -394,7 +429,7 @@ async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callabl
     world.train()
     assert len(await world.orders(large)) == 3
     assert len(await world.orders(small)) == 1
-    assert "staleness quota full (model0: 16 of 16)" in world.ring.dispatcher.held_back
+    assert "staleness quota full (model0: 16 of 16)" in world.ring.dispatcher.waits_for
 
 
 async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
@@ -419,7 +454,9 @@ async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds
     assert len(await world.orders(replica)) == 4
 
 
-async def test_little_free_disk_holds_back_new_work_and_says_so(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_little_free_disk_holds_back_new_work_and_says_so(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = worlds()
     await world.publish(0)
     replica = world.join()
@@ -427,7 +464,7 @@ async def test_little_free_disk_holds_back_new_work_and_says_so(worlds: Callable
     await Watch(world.ring).tick()
     world.train()
     assert await world.orders(replica) == []
-    assert "free disk is below orchestrator.min_free_bytes" in world.ring.dispatcher.held_back
+    assert "free disk is below orchestrator.min_free_bytes" in world.ring.dispatcher.waits_for
     monkeypatch.undo()
     await Watch(world.ring).tick()
     assert len(await world.orders(replica)) == 4

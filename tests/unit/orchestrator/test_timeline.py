@@ -13,7 +13,9 @@ def covered(found: list[tuple[float, float]]) -> set[int]:
 
 
 @given(left=stretches, right=stretches)
-def test_overlap_counts_the_seconds_that_lie_in_both(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> None:
+def test_overlap_counts_the_seconds_that_lie_in_both(
+    left: list[tuple[float, float]], right: list[tuple[float, float]]
+) -> None:
     assert length(merge(left)) == len(covered(left))
     assert overlap(merge(left), merge(right)) == len(covered(left) & covered(right))
 

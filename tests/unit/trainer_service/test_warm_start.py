@@ -73,10 +73,7 @@ def test_loss_is_on_the_assistants_tokens_and_nothing_else(tmp_path: Path) -> No
     trained = tokenizer.decode(document.token_ids[document.loss_mask])
     context = tokenizer.decode(document.token_ids[~document.loss_mask])
     assert trained.split() == ["one", "plus", "two", "<|im_end|>", "equals", "three", "<|im_end|>"]
-    assert context.split() == (
-        "<|im_start|> user What is one plus two <|im_end|> <|im_start|> assistant "
-        "<|im_start|> tool three <|im_end|> <|im_start|> assistant"
-    ).split()  # fmt: skip
+    assert context.split() == ["<|im_start|>", "user", "What", "is", "one", "plus", "two", "<|im_end|>", "<|im_start|>", "assistant", "<|im_start|>", "tool", "three", "<|im_end|>", "<|im_start|>", "assistant"]  # fmt: skip
 
 
 def test_it_is_made_once_and_left_alone(tmp_path: Path) -> None:
@@ -116,7 +113,9 @@ def test_dialogues_may_be_a_file_that_is_read_again_and_again(tmp_path: Path) ->
         ('{"question": "x"}\n', 'a dialogue needs "messages"'),
         ('{"messages": [{"role": "user", "content": "one"}]}\n', "a dialogue needs a user turn and then an assistant"),
         (
-            json.dumps({"messages": [{"role": "user", "content": "one " * 70}, {"role": "assistant", "content": "two"}]}),
+            json.dumps(
+                {"messages": [{"role": "user", "content": "one " * 70}, {"role": "assistant", "content": "two"}]}
+            ),
             "more than the context \\(64\\)",
         ),
     ],
@@ -135,7 +134,7 @@ def test_dialogues_that_run_dry_are_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file nowhere.jsonl, and no import path"):
+    with pytest.raises(ConfigError, match=r"no file nowhere\.jsonl, and no import path"):
         make_starting_checkpoint(warm_recipe(dialogues="nowhere.jsonl"), tmp_path)
 
 

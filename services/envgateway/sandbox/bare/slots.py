@@ -38,7 +38,9 @@ class Slot:
         """Leave an empty work dir behind, whatever the program made of it."""
         try:
             state = os.lstat(self.work_dir)
-            untouched = stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == 0o700 and state.st_uid == self.uid
+            untouched = (
+                stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == 0o700 and state.st_uid == self.uid
+            )
             if untouched and not os.listdir(self.work_dir):
                 return
         except OSError:  # renamed, removed or unreadable (not root): made anew below

@@ -1,0 +1,66 @@
+"""A disk that is really full: the run directory on a small tmpfs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from tests.integration.orchestrator.conftest import Orchestrator
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+@pytest.mark.slow
+async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: Path) -> None:
+    orchestrator = Orchestrator(small_disk / "run", run__steps=30, evaluation__at_start=False, evaluation__at_end=False)
+    peers: list[ScriptedReplica | ScriptedTrainer] = []
+    try:
+        await orchestrator.start()
+        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
+        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
+        peers += [replica, trainer]
+        replica.start()
+        training = asyncio.ensure_future(trainer.run(30))
+        async with asyncio.timeout(90):
+            await orchestrator.until(lambda now: now.policies[0].version >= 3)
+            fill(small_disk / "filler")
+            stuck = await orchestrator.until(lambda now: any("journal waits for free disk" in w for w in now.waits))
+            acknowledged = len(replica.outcomes)
+            await asyncio.sleep(1.5)
+            assert (await orchestrator.progress()).policies[0].version <= stuck.policies[0].version + 1
+            assert len(replica.outcomes) <= acknowledged + 16  # at most what was on its way
+            (small_disk / "filler").unlink()
+            await training
+            await trainer.stopped.wait()
+            assert await orchestrator.wait() == 0
+        trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
+        assert len(trained) == len(set(trained)) == 30 * 16
+        assert orchestrator.summary()["steps"] == {"model0": 30}
+    finally:
+        for peer in peers:
+            await peer.close()
+        orchestrator.close()
