@@ -121,11 +121,13 @@ def test_a_replica_that_lags_behind_has_less_room() -> None:
     """What it samples is older at birth, so less may stand before it."""
     experience = Experience({"model0": BatchConfig(size=4, max_staleness=2)}, num_steps=9, counters=Counter())
     admission = experience.admission
-    for lag, outstanding in ((0, 12), (1, 8), (2, 4), (3, 0)):
-        admission.accounts["model0"].accepted = outstanding
+    for lag, bound in ((0, 12), (1, 8), (2, 4)):
+        admission.accounts["model0"].accepted = bound
         assert not admission.open({"model0": lag})
-        admission.accounts["model0"].accepted = outstanding - 1
-        assert admission.open({"model0": lag}) is (lag < 3)
+        admission.accounts["model0"].accepted = bound - 1
+        assert admission.open({"model0": lag})
+    admission.accounts["model0"].accepted = 0
+    assert not admission.open({"model0": 3})
 
 
 def test_every_policy_must_have_room() -> None:
