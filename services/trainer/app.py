@@ -57,6 +57,7 @@ def run_trainer(settings: Settings) -> None:
         server = thread.call(_serve(config, policy, run.run_id, client)) if rank == 0 else None
         try:
             _train(run, policy, run_dir, client, thread, publisher, server)
+            _leave_ranks()
         finally:
             thread.call(client.close())
             if server is not None:
@@ -122,6 +123,12 @@ def _train(
         client.report.state = "exporting"
         _export(step, tokenizer, run_dir / "export" / policy, ranks, config)
     loop.wait_for_stop(done)
+
+
+def _leave_ranks() -> None:
+    from services.trainer.sharding import leave_ranks
+
+    leave_ranks()
 
 
 def _export(step: TrainStep, tokenizer: Any, directory: Path, ranks: Ranks, config: PolicyConfig) -> None:

@@ -93,6 +93,12 @@ def init_ranks(*, timeout_s: float, device: str | None = None, always_group: boo
     return Ranks(rank=rank, world_size=world_size, device=target)
 
 
+def leave_ranks() -> None:
+    """Leave the group, if there is one: a process that exits with its threads alive is aborted by the runtime."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def shard(
     root: torch.nn.Module,
     layers: list[torch.nn.Module],
