@@ -71,27 +71,44 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     """
     configure(service="launcher", run_dir=run_dir)
     begun = time.monotonic()
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    stop = _StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        _warm_start(recipe, run_dir, processes, console)
-        _start(recipe, run_dir, processes, console)
-        _follow(recipe, processes, console)
+        _warm_start(recipe, run_dir, processes, console, stop)
+        _start(recipe, run_dir, processes, console, stop)
+        _follow(recipe, processes, console, stop)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        stop.restore()
         processes.stop()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+class _StopSignal:
+    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def check(self) -> None:
+        """Called once per turn of every loop."""
+        if self._received:
+            raise KeyboardInterrupt
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, *_: object) -> None:
+        self._received = True
+        raise KeyboardInterrupt
 
 
-def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console) -> None:
+def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
     spec = warm_start_command(recipe, run_dir)
     if spec is None or starting_checkpoint_exists(recipe, run_dir):
         return
@@ -99,6 +116,7 @@ def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Co
         metrics = run_dir / "metrics" / "warm_start.jsonl"
 
         def tick() -> None:
+            stop.check()
             if row := _last_row(metrics):
                 status.update(
                     f"warm start: update {row.get('step')}/{recipe.warm_start.steps if recipe.warm_start else '?'}"
@@ -110,22 +128,23 @@ def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Co
     console.print(f"warm start done: {last.get('step', '?')} updates, loss {last.get('loss', float('nan')):.3f}")
 
 
-def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console) -> None:
+def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
     specs = plan(recipe, run_dir)
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.launch.ready_timeout_s)
+        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check)
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in specs)}")
 
 
-def _follow(recipe: Recipe, processes: Processes, console: Console) -> None:
+def _follow(recipe: Recipe, processes: Processes, console: Console, stop: _StopSignal) -> None:
     client = OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
+                stop.check()
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -69,30 +70,40 @@ async def _manifest(
         return await _manifest(stub, source, run_id, version, None)
 
 
+@dataclass(slots=True)
+class _Received:
+    """What came so far; it outlives the stream that brought it."""
+
+    buffer: bytearray
+    offset: int = 0
+
+
 async def _chunks(stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, payload: Payload) -> memoryview:
-    buffer = bytearray(payload.size_bytes)
-    offset = 0
+    received = _Received(bytearray(payload.size_bytes))
     for attempt in range(1, STREAM_ATTEMPTS + 1):
         try:
-            offset = await _stream(stub, source, payload, buffer, offset)
+            await _stream(stub, source, payload, received)
         except (InfrastructureError, DeadlineError) as error:
-            log.warning("weights.stream_broke", source=source, offset=offset, attempt=attempt, error=error.message)
+            log.warning(
+                "weights.stream_broke", source=source, offset=received.offset, attempt=attempt, error=error.message
+            )
             if attempt == STREAM_ATTEMPTS:
                 raise
             continue
-        if offset != payload.size_bytes:
+        if received.offset != payload.size_bytes:
             raise CorruptDataError(
-                f"{source}: payload {payload.payload_id} ended at {offset} of {payload.size_bytes} bytes"
+                f"{source}: payload {payload.payload_id} ended at {received.offset} of {payload.size_bytes} bytes"
             )
         break
-    return memoryview(buffer)
+    return memoryview(received.buffer)
 
 
 async def _stream(
-    stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, payload: Payload, buffer: bytearray, offset: int
-) -> int:
+    stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str, payload: Payload, received: _Received
+) -> None:
     call = stub.FetchWeights(
-        weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=offset), metadata=call_metadata()
+        weights_pb2.FetchWeightsRequest(payload_id=payload.payload_id, start_offset=received.offset),
+        metadata=call_metadata(),
     )
     try:
         with translated_errors(f"weights at {source}"), call_cancellation_is_an_error("FetchWeights"):
@@ -100,11 +111,13 @@ async def _stream(
                 async with deadline(DEADLINES["FetchWeights"], f"the next chunk of weights from {source}"):
                     response: Any = await call.read()  # a message, or the mark of the end
                 if response is grpc.aio.EOF:
-                    return offset
-                end = offset + len(response.data)
-                if response.offset != offset or end > len(buffer):
-                    raise CorruptDataError(f"{source}: a chunk at {response.offset} came where {offset} was due")
-                buffer[offset:end] = response.data
-                offset = end
+                    return
+                end = received.offset + len(response.data)
+                if response.offset != received.offset or end > len(received.buffer):
+                    raise CorruptDataError(
+                        f"{source}: a chunk at {response.offset} came where {received.offset} was due"
+                    )
+                received.buffer[received.offset : end] = response.data
+                received.offset = end
     finally:
         call.cancel()

@@ -5,6 +5,7 @@ Started before anything heavy, with plain pipes: nothing forks after torch or gR
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -53,6 +54,7 @@ class PublisherProcess:
     def start(self) -> None:
         """Start and learn the address; raises ``InfrastructureError`` with the publisher's own words."""
         self._buffer = b""
+        self._close_pipes()  # of one that died
         self._process = subprocess.Popen(
             [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
             stdin=subprocess.PIPE,
@@ -83,13 +85,18 @@ class PublisherProcess:
     def stop(self) -> None:
         if self._process is None:
             return
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # the publisher ends at the end of its input
+        self._close_pipes()  # the publisher ends at the end of its input
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout) if self._process is not None else ():
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # closing flushes; nobody is left to read
+                    pipe.close()
 
     def _add(self, path: Path) -> None:
         assert self._process is not None and self._process.stdin is not None
