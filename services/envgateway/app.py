@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from services.common.aio import TaskOwner
-from services.common.config.services import EnvGatewayConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext

@@ -18,7 +18,7 @@ from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.policies import ServedPolicy
-from services.inference.weightless import AnnouncedVersions
+from services.inference.weights.announced import AnnouncedVersions
 
 OnTokens = Callable[[int, float], None]
 
@@ -71,8 +71,8 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
 
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.torch_engine import TorchEngine
-    from services.inference.mirror import Mirror
-    from services.inference.weight_updater import WeightUpdater
+    from services.inference.weights.mirror import Mirror
+    from services.inference.weights.updater import WeightUpdater
 
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]

@@ -69,6 +69,21 @@ class WeightsConfig(Section):
     """With `delta`, send every n-th version in full; 0 is never."""
     keep_versions: int = Field(default=2, ge=1)
     """Snapshots kept by the publisher; one that is being read is never removed."""
+    keep_deltas: int = Field(default=16, ge=0)
+    """Deltas between consecutive versions kept by the publisher: a replica that is at most this many versions
+    behind gets one merged delta."""
+    profile: Literal["auto", "fast", "small"] = "auto"
+    """How deltas are coded: `fast` costs little time, `small` fewer bytes; `auto` asks how fast the link is."""
+    transports: list[Literal["mapped", "bulk", "grpc"]] = Field(default=["mapped", "bulk", "grpc"], min_length=1)
+    """Ways in which replicas may fetch, best first: mapped files on the same host, ZeroMQ, gRPC chunks."""
+    digest: Literal["auto", "xxh3-128", "blake3"] = "auto"
+    """Digest of versions. `auto` takes xxh3-128 while every process is on loopback, else blake3."""
+    max_relays: int = Field(default=16, ge=0)
+    """Replicas that pass parts of a version on to others; 0 lets all fetch from the publisher."""
+    send_bytes_per_s: float = Field(default=0.0, ge=0)
+    """Most bytes per second that the publisher, and each relay, sends; 0 is no limit."""
+    spill_directory: str | None = None
+    """Where snapshots go when /dev/shm is full; left out, `snapshots/` in the run directory."""
     port: int = Field(default=19861, ge=0, le=65535)
     """Port of the publisher's WeightService; 0 takes a free one."""
 

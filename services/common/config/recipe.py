@@ -8,10 +8,10 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.policy import PolicyConfig
 from services.common.config.services import (
-    EnvGatewayConfig,
     InferenceConfig,
     LaunchConfig,
     OrchestratorConfig,

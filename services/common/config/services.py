@@ -80,51 +80,6 @@ class InferenceConfig(Section):
     """Settings of the scripted engine."""
 
 
-class SandboxConfig(Section):
-    allow_tier_0: bool = False
-    """Run code with resource limits only, without isolation, where nothing better works. Trusted code only!"""
-    num_slots: int = Field(default=4, ge=1)
-    """Programs run at once."""
-    wall_time_s: float = Field(default=5.0, gt=0)
-    """Largest wall-clock time of one program."""
-    cpu_time_s: float = Field(default=5.0, gt=0)
-    """Largest CPU time of one program and its children."""
-    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
-    """Largest memory of one program and its children together."""
-    num_processes: int = Field(default=16, ge=1)
-    """Most processes and threads of one program."""
-    output_bytes: int = Field(default=65536, ge=1)
-    """Bytes kept of each of stdout and stderr."""
-    file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
-    """Largest file that a program may write."""
-    queue_size: int = Field(default=4096, ge=1)
-    """Programs waiting for a slot, before callers are told to come back."""
-
-
-class MathRewardConfig(Section):
-    num_workers: int = Field(default=1, ge=1)
-    """Math-Verify processes; started on first use."""
-    timeout_s: float = Field(default=5.0, gt=0)
-    """A grading that takes longer is killed: a grader failure, not a wrong answer."""
-
-
-class EnvGatewayConfig(Section):
-    host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
-    port: int = Field(default=50080, ge=0, le=65535)
-    """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
-    sandbox: SandboxConfig = SandboxConfig()
-    """Sandboxed execution."""
-    math: MathRewardConfig = MathRewardConfig()
-    """Math rewards."""
-    environments: dict[str, str] = {}
-    """More environments: name -> import path (`package.module:Class`)."""
-    max_episodes: int = Field(default=1024, ge=1)
-    """Episodes open at once."""
-    episode_lease_s: float = Field(default=300.0, gt=0)
-    """An episode without a step for this long is closed."""
-
-
 class WarmStartConfig(Section):
     policy: str
     """The policy whose starting checkpoint this makes."""

@@ -322,19 +322,55 @@ class NewVersion(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
     @property
     def version(self) -> services.common.pb.weights_pb2.WeightVersion:
         """The version."""
+
+    @property
+    def plan(self) -> Global___FetchPlan:
+        """How to share the fetching with other replicas; absent to fetch from the version's sources."""
 
     def __init__(
         self,
         *,
         version: services.common.pb.weights_pb2.WeightVersion | None = ...,
+        plan: Global___FetchPlan | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_plan", b"_plan", "plan", b"plan", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_plan", b"_plan", "plan", b"plan", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_plan", b"_plan"]) -> typing.Literal["plan"] | None: ...
 
 Global___NewVersion: typing_extensions.TypeAlias = NewVersion
+
+@typing.final
+class FetchPlan(google.protobuf.message.Message):
+    """Replicas that fetch the same payload at the same time, each a stripe of it from the sources of the version and the
+    other stripes from each other, so that the publisher sends little more than one copy. Advice: a replica that cannot
+    reach a relay, or whose base is another, fetches that stripe from the sources.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RELAYS_FIELD_NUMBER: builtins.int
+    OWN_STRIPE_FIELD_NUMBER: builtins.int
+    own_stripe: builtins.int
+    """The stripe of the replica that is told; absent when it is no relay."""
+    @property
+    def relays(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Weights addresses of the relays; relay i fetches stripe i of as many equal stripes."""
+
+    def __init__(
+        self,
+        *,
+        relays: collections.abc.Iterable[builtins.str] | None = ...,
+        own_stripe: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_own_stripe", b"_own_stripe", "own_stripe", b"own_stripe"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_own_stripe", b"_own_stripe", "own_stripe", b"own_stripe", "relays", b"relays"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_own_stripe", b"_own_stripe"]) -> typing.Literal["own_stripe"] | None: ...
+
+Global___FetchPlan: typing_extensions.TypeAlias = FetchPlan
 
 @typing.final
 class Drain(google.protobuf.message.Message):
@@ -411,6 +447,7 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     EMISSION_INTERVALS_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
+    WEIGHT_TRANSFERS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """The replica."""
     incarnation: builtins.str
@@ -435,6 +472,10 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Other numbers, such as swap_pause_s or waiting shares."""
 
+    @property
+    def weight_transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.weights_pb2.WeightTransfer]:
+        """Weight transfers that ended since the last report."""
+
     def __init__(
         self,
         *,
@@ -446,8 +487,9 @@ class ReportReplicaRequest(google.protobuf.message.Message):
         num_generated_tokens: builtins.int = ...,
         emission_intervals: collections.abc.Iterable[Global___Interval] | None = ...,
         gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        weight_transfers: collections.abc.Iterable[services.common.pb.weights_pb2.WeightTransfer] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
 
 Global___ReportReplicaRequest: typing_extensions.TypeAlias = ReportReplicaRequest
 

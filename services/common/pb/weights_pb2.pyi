@@ -6,9 +6,11 @@ Weight versions, manifests, and chunked full snapshots and deltas."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.timestamp_pb2
 import services.common.pb.tensor_pb2
 import sys
 import typing
@@ -43,6 +45,58 @@ WEIGHT_ENCODING_FULL: WeightEncoding.ValueType  # 1
 WEIGHT_ENCODING_DELTA: WeightEncoding.ValueType  # 2
 """Changes against the base, per tensor: gaps and differences, or dense difference, or raw; see docs/weights.md."""
 Global___WeightEncoding: typing_extensions.TypeAlias = WeightEncoding
+
+class _DeltaProfile:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DeltaProfileEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeltaProfile.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DELTA_PROFILE_UNSPECIFIED: _DeltaProfile.ValueType  # 0
+    """Not set: not a delta, or the server decides."""
+    DELTA_PROFILE_FAST: _DeltaProfile.ValueType  # 1
+    """Costs little time on both sides."""
+    DELTA_PROFILE_SMALL: _DeltaProfile.ValueType  # 2
+    """Fewer bytes, with the receiver's old weights as context."""
+
+class DeltaProfile(_DeltaProfile, metaclass=_DeltaProfileEnumTypeWrapper):
+    """How the changes of a delta are coded."""
+
+DELTA_PROFILE_UNSPECIFIED: DeltaProfile.ValueType  # 0
+"""Not set: not a delta, or the server decides."""
+DELTA_PROFILE_FAST: DeltaProfile.ValueType  # 1
+"""Costs little time on both sides."""
+DELTA_PROFILE_SMALL: DeltaProfile.ValueType  # 2
+"""Fewer bytes, with the receiver's old weights as context."""
+Global___DeltaProfile: typing_extensions.TypeAlias = DeltaProfile
+
+class _WeightTransport:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WeightTransportEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WeightTransport.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WEIGHT_TRANSPORT_UNSPECIFIED: _WeightTransport.ValueType  # 0
+    """Not set."""
+    WEIGHT_TRANSPORT_GRPC: _WeightTransport.ValueType  # 1
+    """FetchWeights. Always there."""
+    WEIGHT_TRANSPORT_MAPPED: _WeightTransport.ValueType  # 2
+    """A file that both ends map, on one host."""
+    WEIGHT_TRANSPORT_BULK: _WeightTransport.ValueType  # 3
+    """ZeroMQ, with a ticket given out over gRPC."""
+
+class WeightTransport(_WeightTransport, metaclass=_WeightTransportEnumTypeWrapper):
+    """A way to move the bytes of a payload."""
+
+WEIGHT_TRANSPORT_UNSPECIFIED: WeightTransport.ValueType  # 0
+"""Not set."""
+WEIGHT_TRANSPORT_GRPC: WeightTransport.ValueType  # 1
+"""FetchWeights. Always there."""
+WEIGHT_TRANSPORT_MAPPED: WeightTransport.ValueType  # 2
+"""A file that both ends map, on one host."""
+WEIGHT_TRANSPORT_BULK: WeightTransport.ValueType  # 3
+"""ZeroMQ, with a ticket given out over gRPC."""
+Global___WeightTransport: typing_extensions.TypeAlias = WeightTransport
 
 @typing.final
 class WeightVersion(google.protobuf.message.Message):
@@ -91,6 +145,9 @@ class GetManifestRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     BASE_VERSION_FIELD_NUMBER: builtins.int
     BASE_DIGEST_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run; VERSION_UNAVAILABLE when this is another one's publisher."""
     policy: builtins.str
@@ -101,6 +158,14 @@ class GetManifestRequest(google.protobuf.message.Message):
     """A version that the receiver holds, as a base for a delta."""
     base_digest: builtins.str
     """The digest of that base."""
+    host: builtins.str
+    """Names the receiver's host; mapped files are offered to the same host only."""
+    link_bytes_per_second: builtins.float
+    """How fast the receiver's last transfers from here were; 0 when unknown. Decides the profile."""
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WeightTransport.ValueType]:
+        """What the receiver can use beside gRPC."""
+
     def __init__(
         self,
         *,
@@ -109,9 +174,12 @@ class GetManifestRequest(google.protobuf.message.Message):
         version: builtins.int = ...,
         base_version: builtins.int | None = ...,
         base_digest: builtins.str = ...,
+        transports: collections.abc.Iterable[Global___WeightTransport.ValueType] | None = ...,
+        host: builtins.str = ...,
+        link_bytes_per_second: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "policy", b"policy", "run_id", b"run_id", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "host", b"host", "link_bytes_per_second", b"link_bytes_per_second", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
@@ -129,6 +197,10 @@ class GetManifestResponse(google.protobuf.message.Message):
     PAYLOAD_ID_FIELD_NUMBER: builtins.int
     PAYLOAD_SIZE_BYTES_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
+    ENCODE_TIME_FIELD_NUMBER: builtins.int
+    MAPPED_FIELD_NUMBER: builtins.int
+    BULK_FIELD_NUMBER: builtins.int
     encoding: Global___WeightEncoding.ValueType
     """How the payload is coded."""
     base_version: builtins.int
@@ -136,9 +208,11 @@ class GetManifestResponse(google.protobuf.message.Message):
     base_digest: builtins.str
     """Its digest; a delta is refused on any other."""
     payload_id: builtins.str
-    """Names this payload in FetchWeights."""
+    """Names this payload in FetchWeights, here and at every relay: the same name is the same bytes."""
     payload_size_bytes: builtins.int
     """Bytes of the payload."""
+    profile: Global___DeltaProfile.ValueType
+    """How a delta is coded."""
     @property
     def version(self) -> Global___WeightVersion:
         """The version that results."""
@@ -146,6 +220,18 @@ class GetManifestResponse(google.protobuf.message.Message):
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TensorManifest]:
         """Every tensor, in payload order."""
+
+    @property
+    def encode_time(self) -> google.protobuf.duration_pb2.Duration:
+        """How long making the payload took; absent when it needed no making."""
+
+    @property
+    def mapped(self) -> Global___MappedPayload:
+        """Offered when the receiver is on the same host."""
+
+    @property
+    def bulk(self) -> Global___BulkPayload:
+        """Offered when the receiver can use it."""
 
     def __init__(
         self,
@@ -157,12 +243,60 @@ class GetManifestResponse(google.protobuf.message.Message):
         payload_id: builtins.str = ...,
         payload_size_bytes: builtins.int = ...,
         tensors: collections.abc.Iterable[Global___TensorManifest] | None = ...,
+        profile: Global___DeltaProfile.ValueType = ...,
+        encode_time: google.protobuf.duration_pb2.Duration | None = ...,
+        mapped: Global___MappedPayload | None = ...,
+        bulk: Global___BulkPayload | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "encoding", b"encoding", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "tensors", b"tensors", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "mapped", b"mapped", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "profile", b"profile", "tensors", b"tensors", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
+
+@typing.final
+class MappedPayload(google.protobuf.message.Message):
+    """A payload in a file that the receiver may map. It stays whole while it is mapped, whatever becomes of its name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """The file."""
+    offset: builtins.int
+    """Where the payload begins in it."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "path", b"path"]) -> None: ...
+
+Global___MappedPayload: typing_extensions.TypeAlias = MappedPayload
+
+@typing.final
+class BulkPayload(google.protobuf.message.Message):
+    """A payload behind a ZeroMQ socket."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
+    endpoint: builtins.str
+    """The socket, as ZeroMQ writes it."""
+    ticket: builtins.bytes
+    """Lets its bearer read this payload, for a while."""
+    def __init__(
+        self,
+        *,
+        endpoint: builtins.str = ...,
+        ticket: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "ticket", b"ticket"]) -> None: ...
+
+Global___BulkPayload: typing_extensions.TypeAlias = BulkPayload
 
 @typing.final
 class TensorManifest(google.protobuf.message.Message):
@@ -212,17 +346,23 @@ class FetchWeightsRequest(google.protobuf.message.Message):
 
     PAYLOAD_ID_FIELD_NUMBER: builtins.int
     START_OFFSET_FIELD_NUMBER: builtins.int
+    END_OFFSET_FIELD_NUMBER: builtins.int
     payload_id: builtins.str
     """From the manifest."""
     start_offset: builtins.int
     """Where to begin; OFFSET_OUT_OF_RANGE past the end."""
+    end_offset: builtins.int
+    """Where to stop; absent for the end of the payload."""
     def __init__(
         self,
         *,
         payload_id: builtins.str = ...,
         start_offset: builtins.int = ...,
+        end_offset: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["payload_id", b"payload_id", "start_offset", b"start_offset"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_end_offset", b"_end_offset", "end_offset", b"end_offset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_end_offset", b"_end_offset", "end_offset", b"end_offset", "payload_id", b"payload_id", "start_offset", b"start_offset"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_end_offset", b"_end_offset"]) -> typing.Literal["end_offset"] | None: ...
 
 Global___FetchWeightsRequest: typing_extensions.TypeAlias = FetchWeightsRequest
 
@@ -251,3 +391,101 @@ class FetchWeightsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["data", b"data", "offset", b"offset", "remaining_bytes", b"remaining_bytes"]) -> None: ...
 
 Global___FetchWeightsResponse: typing_extensions.TypeAlias = FetchWeightsResponse
+
+@typing.final
+class WeightTransfer(google.protobuf.message.Message):
+    """One version that a replica took, or tried to, stage by stage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    BASE_VERSION_FIELD_NUMBER: builtins.int
+    ENCODING_FIELD_NUMBER: builtins.int
+    PROFILE_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    PAYLOAD_SIZE_BYTES_FIELD_NUMBER: builtins.int
+    FULL_SIZE_BYTES_FIELD_NUMBER: builtins.int
+    NUM_CHANGES_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    ENCODE_TIME_FIELD_NUMBER: builtins.int
+    FETCH_TIME_FIELD_NUMBER: builtins.int
+    VERIFY_TIME_FIELD_NUMBER: builtins.int
+    WRITE_TIME_FIELD_NUMBER: builtins.int
+    PAUSE_TIME_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    policy: builtins.str
+    """The policy."""
+    version: builtins.int
+    """The version."""
+    base_version: builtins.int
+    """The version that it replaced; absent when there was none."""
+    encoding: Global___WeightEncoding.ValueType
+    """How the payload was coded."""
+    profile: Global___DeltaProfile.ValueType
+    """How a delta was coded."""
+    transport: Global___WeightTransport.ValueType
+    """How the bytes came."""
+    payload_size_bytes: builtins.int
+    """Bytes of the payload."""
+    full_size_bytes: builtins.int
+    """Bytes of the whole version."""
+    num_changes: builtins.int
+    """Elements that changed."""
+    error: builtins.str
+    """Why it failed; empty when it did not."""
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Who they came from, most bytes first."""
+
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the replica began to fetch."""
+
+    @property
+    def encode_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Making the payload, at the source."""
+
+    @property
+    def fetch_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Manifest and bytes."""
+
+    @property
+    def verify_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Decoding beside the mirror, and comparing digests."""
+
+    @property
+    def write_time(self) -> google.protobuf.duration_pb2.Duration:
+        """Writing the mirror."""
+
+    @property
+    def pause_time(self) -> google.protobuf.duration_pb2.Duration:
+        """That decoding stood still."""
+
+    def __init__(
+        self,
+        *,
+        policy: builtins.str = ...,
+        version: builtins.int = ...,
+        base_version: builtins.int | None = ...,
+        encoding: Global___WeightEncoding.ValueType = ...,
+        profile: Global___DeltaProfile.ValueType = ...,
+        transport: Global___WeightTransport.ValueType = ...,
+        sources: collections.abc.Iterable[builtins.str] | None = ...,
+        payload_size_bytes: builtins.int = ...,
+        full_size_bytes: builtins.int = ...,
+        num_changes: builtins.int = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        encode_time: google.protobuf.duration_pb2.Duration | None = ...,
+        fetch_time: google.protobuf.duration_pb2.Duration | None = ...,
+        verify_time: google.protobuf.duration_pb2.Duration | None = ...,
+        write_time: google.protobuf.duration_pb2.Duration | None = ...,
+        pause_time: google.protobuf.duration_pb2.Duration | None = ...,
+        error: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "fetch_time", b"fetch_time", "pause_time", b"pause_time", "start_time", b"start_time", "verify_time", b"verify_time", "write_time", b"write_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "encoding", b"encoding", "error", b"error", "fetch_time", b"fetch_time", "full_size_bytes", b"full_size_bytes", "num_changes", b"num_changes", "pause_time", b"pause_time", "payload_size_bytes", b"payload_size_bytes", "policy", b"policy", "profile", b"profile", "sources", b"sources", "start_time", b"start_time", "transport", b"transport", "verify_time", b"verify_time", "version", b"version", "write_time", b"write_time"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
+
+Global___WeightTransfer: typing_extensions.TypeAlias = WeightTransfer

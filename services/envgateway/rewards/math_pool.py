@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from services.common.config.services import MathRewardConfig
+from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import CapacityError, InfrastructureError
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare import wire

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from services.common.config.services import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.envgateway.sandbox.bare import wire
 from services.envgateway.sandbox.slot_users import SlotUsers

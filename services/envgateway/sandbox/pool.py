@@ -14,7 +14,7 @@ import time
 
 import structlog
 
-from services.common.config.services import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
 from services.envgateway.sandbox.connection import SupervisorConnection
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher

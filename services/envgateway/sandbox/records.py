@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from services.common.config.services import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 
 OPEN_FILES = 64
 

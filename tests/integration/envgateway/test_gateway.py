@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.config.services import EnvGatewayConfig, MathRewardConfig
+from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import status_pb2, status_pb2_grpc

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.services import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import SandboxRefusedError
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.services import MathRewardConfig
+from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from services.common.config.services import SandboxConfig
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus

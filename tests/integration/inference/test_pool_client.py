@@ -20,7 +20,7 @@ from services.inference.pool_client import PoolClient, ReplicaIdentity
 from services.inference.replica import Replica
 from services.inference.rollout import RolloutPlayer
 from services.inference.trajectory_sender import TrajectorySender
-from services.inference.weightless import AnnouncedVersions
+from services.inference.weights.announced import AnnouncedVersions
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
 from tests.unit.inference.fakes import make_order, served_policy

@@ -20,9 +20,9 @@ from services.common.types import WeightVersion
 from services.common.weights import snapshot_file
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, TensorSpec
 from services.common.weights.snapshot_file import SnapshotSpaceError, SnapshotWriter
-from services.inference.mirror import Mirror
-from services.inference.weight_fetch import fetch
-from services.inference.weight_updater import WeightUpdater
+from services.inference.weights.fetch import fetch
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.updater import WeightUpdater
 from services.trainer.publisher_process import PublisherProcess
 from services.trainer.publisher_servicer import WeightServicer
 from services.trainer.publisher_store import PublisherStore

@@ -19,8 +19,8 @@ from services.common.errors import InfrastructureError, MillraceError
 from services.common.types import WeightVersion
 from services.common.weights.manifest import BaseVersion, Payload
 from services.inference.engine.base import Engine
-from services.inference.mirror import Mirror, Verified
-from services.inference.weight_fetch import fetch
+from services.inference.weights.fetch import fetch
+from services.inference.weights.mirror import Mirror, Verified
 
 log = structlog.get_logger()
 
