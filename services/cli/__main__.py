@@ -186,6 +186,29 @@ def trajectories(
 
 
 @app.command()
+def weights(
+    run: RunArgument,
+    last: Annotated[int, typer.Option(help="How many transfers to list, counted from the newest.", min=1)] = 10,
+    policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
+    replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw them into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary and every transfer as JSON.")] = False,
+) -> None:
+    """How weight versions reached the replicas: full or delta, bytes, bits per changed element, seconds per stage, pause."""
+    from services.cli.weights import plot_transfers, read_transfers, show, summarise
+
+    rows = read_transfers(run, policy=policy, replica=replica)
+    if as_json:
+        typer.echo(json.dumps({"replicas": summarise(rows), "transfers": rows}))
+    else:
+        show(rows, console, last)
+    if output is not None:
+        picture = plot_transfers(rows, output)
+        if not as_json:
+            console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def replay(
     run: RunArgument,
     step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],

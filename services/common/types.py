@@ -204,6 +204,34 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransfer:
+    """One version that a replica took, or tried to take, stage by stage. Times in seconds."""
+
+    policy: str
+    version: int
+    base_version: int | None = None  # what it replaced; None when nothing was held
+    encoding: str = ""  # "full" or "delta"; empty when it failed before that was known
+    profile: str = ""  # "fast" or "small", of a delta
+    transport: str = ""  # "mapped", "bulk" or "grpc"
+    sources: tuple[str, ...] = ()  # most bytes first
+    payload_size_bytes: int = 0
+    full_size_bytes: int = 0
+    num_changes: int = 0  # elements
+    started_at: float = 0.0  # since the epoch
+    encode_s: float = 0.0  # at the source
+    fetch_s: float = 0.0
+    verify_s: float = 0.0
+    write_s: float = 0.0
+    pause_s: float = 0.0  # that decoding stood still
+    error: str = ""  # why it failed
+
+    @property
+    def bits_per_change(self) -> float:
+        """Of a delta; 0 when nothing changed."""
+        return 8 * self.payload_size_bytes / self.num_changes if self.num_changes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
     """One sequence of a batch, with the statistics of its whole advantage group stamped on it."""
 

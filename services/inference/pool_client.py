@@ -25,7 +25,8 @@ from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import DEADLINES, translated_errors
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import interval_to_proto, order_from_proto, weight_version_from_proto
-from services.common.types import TaskGroupOrder, WeightVersion
+from services.common.serde_transfers import weight_transfer_to_proto
+from services.common.types import TaskGroupOrder, WeightTransfer, WeightVersion
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +58,7 @@ class ReplicaReport:
     num_generated_tokens: int
     emission_intervals: tuple[tuple[float, float], ...]  # since the last report
     gauges: Mapping[str, float]
+    weight_transfers: tuple[WeightTransfer, ...] = ()  # since the last report
 
 
 class PoolMember(Protocol):
@@ -96,6 +98,7 @@ class PoolClient:
         self._draining = False
         self._heard_at = time.monotonic()
         self._unreported: list[tuple[float, float]] = []  # stretches whose report did not arrive
+        self._transfers: list[WeightTransfer] = []  # the same of weight transfers
         self._told: tuple[WeightVersion, ...] = ()  # what the last report said is held
         self._lease_losses: list[float] = []
         self.num_joins = 0
@@ -240,6 +243,7 @@ class PoolClient:
     async def _report(self, *, warn: bool) -> bool:
         report = self._member.report()
         self._unreported += report.emission_intervals
+        self._transfers += report.weight_transfers
         self._told = report.held_versions
         request = pool_pb2.ReportReplicaRequest(
             replica_id=self._identity.replica_id,
@@ -250,6 +254,7 @@ class PoolClient:
             num_generated_tokens=report.num_generated_tokens,
             emission_intervals=[interval_to_proto(interval) for interval in self._unreported],
             gauges=report.gauges,
+            weight_transfers=[weight_transfer_to_proto(transfer) for transfer in self._transfers],
         )
         try:
             with translated_errors("orchestrator"):
@@ -264,6 +269,7 @@ class PoolClient:
             return False
         self._heard_at = time.monotonic()
         self._unreported.clear()
+        self._transfers.clear()
         return True
 
 

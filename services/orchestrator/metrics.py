@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import orjson
 import structlog
 
 from services.common.metrics import MetricsWriter
+from services.common.types import WeightTransfer
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.tensorboard import EventFile
 
@@ -43,6 +45,15 @@ class RunMetrics:
     def throughput(self, step: int, waits: list[str], values: Mapping[str, float]) -> None:
         self._row("throughput", **values, waits=waits)
         self._scalars("throughput", values, step)
+
+    def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
+        self._row("weight_transfer", replica=replica_id, **asdict(transfer))
+        if transfer.error:
+            return
+        stages = ("encode_s", "fetch_s", "verify_s", "write_s", "pause_s")
+        values = {stage: getattr(transfer, stage) for stage in stages}
+        values |= {"payload_bytes": transfer.payload_size_bytes, "bits_per_change": transfer.bits_per_change}
+        self._scalars(f"weights/{transfer.policy}/{replica_id}", values, transfer.version)
 
     def evaluation(self, result: EvaluationResult) -> None:
         self._row(

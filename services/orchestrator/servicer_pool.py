@@ -13,6 +13,7 @@ from services.common import serde
 from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
 from services.orchestrator.acks import AckQueue
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup, ReplicaCommand
@@ -99,6 +100,8 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             emission=[serde.interval_from_proto(interval) for interval in request.emission_intervals],
             gauges=dict(request.gauges),
         )
+        for transfer in request.weight_transfers:
+            self._ring.metrics.weight_transfer(request.replica_id, weight_transfer_from_proto(transfer))
         return pool_pb2.ReportReplicaResponse(lease=serde.duration_to_proto(self._ring.pool.lease_s))
 
     async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading

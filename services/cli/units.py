@@ -1,0 +1,24 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def format_bytes(size: float) -> str:
+    """
+    >>> format_bytes(1536)
+    '1.5 KiB'
+    """
+    sign, size = ("-" if size < 0 else ""), abs(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{sign}{size:.0f} B" if unit == "B" else f"{sign}{size:.1f} {unit}"
+        size /= 1024
+    return f"{sign}{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    >>> format_seconds(0.0123)
+    '12.3 ms'
+    """
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
