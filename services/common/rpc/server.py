@@ -51,7 +51,7 @@ class Server:
     def __init__(
         self, *, service: str, instance_id: str, host: str, port: int, run_id: str = "", port_setting: str = ""
     ) -> None:
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise ConfigError(
                 f"{service} may not bind {host}: only loopback (127.0.0.1, ::1, localhost) is allowed, "
                 "because the services do not authenticate their callers; write host: 127.0.0.1"
@@ -191,7 +191,8 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket bound to it."""
     if host == "localhost":
         return True
     try:

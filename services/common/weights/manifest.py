@@ -26,6 +26,13 @@ class Encoding(enum.StrEnum):
     DELTA = "delta"  # per tensor, what changed since the base
 
 
+class Profile(enum.StrEnum):
+    """How the changes of a delta are coded."""
+
+    FAST = "fast"  # little time on both sides
+    SMALL = "small"  # fewer bytes: the receiver's old weights are the context
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """A tensor without its data."""
@@ -121,6 +128,8 @@ class Payload:
     size_bytes: int
     target: Manifest
     base: BaseVersion | None = None
+    profile: Profile | None = None  # of a delta
+    encode_s: float = 0.0  # that making it took
 
 
 def align(offset: int) -> int:

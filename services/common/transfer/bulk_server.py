@@ -1,0 +1,198 @@
+"""The bulk plane's sending end: payloads over a ZeroMQ ROUTER on loopback TCP, for bearers of tickets.
+
+Nothing is sent that was not asked for (``bulk_frames``), and one receiver has at most ``WINDOW`` open requests, so a
+slow one holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
+bytes; this module runs on the event loop, woken by the socket's descriptor, and spends some ten microseconds per MiB.
+A wrong ticket or a garbage frame is answered with an error and changes nothing for others.
+
+Until control channels are encrypted, and keys can be handed out over them, the socket binds loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from dataclasses import dataclass, field
+
+import structlog
+import zmq
+
+from services.common.aio import deadline
+from services.common.errors import DeadlineError, InvalidRequestError, MillraceError, OffsetOutOfRangeError
+from services.common.transfer.bulk_frames import (
+    REQUEST_BYTES,
+    WINDOW,
+    BulkRequest,
+    Kind,
+    Operation,
+    encode_answer,
+)
+from services.common.transfer.sending import CHUNK_BYTES, SendBudget
+from services.common.transfer.source import PayloadReader
+from services.common.transfer.tickets import TICKET_S, Tickets
+
+log = structlog.get_logger()
+
+BULK_FROM_BYTES = 4 << 20  # below it, opening another connection takes longer than it saves
+
+_HIGH_WATER = 1024  # frames per receiver inside ZeroMQ; its open requests bound their bytes
+_FULL_S = 0.01  # before another try when that many wait
+_DRAIN_AT_ONCE = 64  # requests read before others get their turn on the event loop
+
+
+@dataclass(slots=True)
+class _Session:
+    """One receiver with one ticket: its requests are served in order by a task of its own."""
+
+    peer: bytes
+    ticket: bytes
+    reader: PayloadReader
+    requests: asyncio.Queue[BulkRequest] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
+
+
+class BulkServer:
+    """``start``, hand out ``tickets``, ``stop``. Owns its socket and its sessions."""
+
+    def __init__(
+        self,
+        budget: SendBudget,
+        *,
+        host: str = "127.0.0.1",
+        from_bytes: int = BULK_FROM_BYTES,
+        idle_s: float = TICKET_S,
+    ) -> None:
+        self.from_bytes = from_bytes
+        self.tickets = Tickets(idle_s)
+        self.endpoint = ""
+        self.num_refused = 0
+        self._budget = budget
+        self._host = host
+        self._idle_s = idle_s
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._sessions: dict[tuple[bytes, bytes], _Session] = {}
+
+    async def start(self) -> None:
+        """Bind a free port. Raises ``OSError`` (``zmq.ZMQError``) when that fails."""
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.router_mandatory = True  # a receiver that left is an error, not silence
+        socket.maxmsgsize = REQUEST_BYTES  # a peer that sends more is disconnected by ZeroMQ
+        socket.sndhwm = _HIGH_WATER
+        socket.ipv6 = ":" in self._host
+        host = f"[{self._host.strip('[]')}]" if ":" in self._host else self._host
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        self._socket = socket
+        self.endpoint = f"tcp://{host}:{port}"
+        asyncio.get_running_loop().add_reader(socket.fd, self._drain)
+        log.info("bulk.listening", endpoint=self.endpoint)
+
+    async def stop(self) -> None:
+        """End every session and close. Stopping twice does no harm."""
+        if self._socket is None or self._context is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fd)
+        tasks = [session.task for session in self._sessions.values() if session.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        socket, self._socket = self._socket, None
+        socket.close(linger=0)
+        self._context.term()
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def _drain(self) -> None:
+        """Read the requests that have come. The descriptor tells of news once, so also called after every send."""
+        for _ in range(_DRAIN_AT_ONCE):
+            if self._socket is None or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                return
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            try:
+                if len(frames) != 1:
+                    raise InvalidRequestError(f"{len(frames)} frames where one is a request")
+                self._take(peer, BulkRequest.decode(frames[0]))
+            except MillraceError as error:
+                self.num_refused += 1
+                log.info("bulk.refused", reason=error.reason, error=error.message)
+                self._answer_error(peer, error)
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _take(self, peer: bytes, request: BulkRequest) -> None:
+        session = self._sessions.get((peer, request.ticket))
+        if request.operation is Operation.BYE:
+            self.tickets.end(request.ticket)
+            if session is not None and session.task is not None:
+                session.task.cancel()
+            return
+        ticket = self.tickets.use(request.ticket)
+        if session is None:
+            session = _Session(peer=peer, ticket=request.ticket, reader=ticket.source.open(ticket.payload_id))
+            self._sessions[peer, request.ticket] = session
+            task = asyncio.get_running_loop().create_task(self._serve(session), name="bulk.session")
+            # Not a ``finally`` of the task: one that is cancelled before its first step never gets there.
+            task.add_done_callback(lambda ended: self._end(session, ended))
+            session.task = task
+        if request.offset + request.size_bytes > session.reader.size_bytes:
+            raise OffsetOutOfRangeError(
+                f"bytes {request.offset} to {request.offset + request.size_bytes} of a payload of "
+                f"{session.reader.size_bytes} bytes"
+            )
+        if not 0 < request.size_bytes <= CHUNK_BYTES or session.requests.qsize() >= WINDOW:
+            raise InvalidRequestError(f"more is asked for at once than {WINDOW} requests of up to {CHUNK_BYTES} bytes")
+        session.requests.put_nowait(request)
+
+    async def _serve(self, session: _Session) -> None:
+        try:
+            while True:
+                async with deadline(self._idle_s, "the next request of a bulk receiver"):
+                    request = await session.requests.get()
+                await self._send(session, request)
+        except DeadlineError as error:
+            log.info("bulk.session_idle", error=error.message)
+            self._answer_error(session.peer, error)
+        except MillraceError as error:
+            log.warning("bulk.session_failed", reason=error.reason, error=error.message)
+            self._answer_error(session.peer, error)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            log.info("bulk.receiver_left")
+
+    def _end(self, session: _Session, task: asyncio.Task[None]) -> None:
+        del self._sessions[session.peer, session.ticket]
+        session.reader.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("bulk.session_crashed", exc_info=error)
+
+    async def _send(self, session: _Session, request: BulkRequest) -> None:
+        offset, end = request.offset, request.offset + request.size_bytes
+        while offset < end:
+            data = await session.reader.read(offset, min(end - offset, self._budget.chunk_bytes))
+            await self._budget.take(len(data), "bulk")
+            async with deadline(self._idle_s, "room for the next frame of a bulk receiver"):
+                while not self._put(session.peer, encode_answer(Kind.DATA, offset), data):
+                    await asyncio.sleep(_FULL_S)
+            offset += len(data)
+            self._drain()
+
+    def _put(self, peer: bytes, head: bytes, data: memoryview | bytes) -> bool:
+        """Hand a message to ZeroMQ; False when this receiver's queue is full."""
+        assert self._socket is not None, "sessions end before the socket"
+        try:
+            self._socket.send_multipart([peer, head, data], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def _answer_error(self, peer: bytes, error: MillraceError) -> None:
+        try:
+            self._put(peer, encode_answer(Kind.ERROR, 0), f"{error.reason}: {error.message}".encode())
+        except zmq.ZMQError as failure:
+            if failure.errno != errno.EHOSTUNREACH:
+                raise
+            log.debug("bulk.receiver_left")

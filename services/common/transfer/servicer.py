@@ -1,0 +1,101 @@
+"""``WeightService`` over one or several ``PayloadSource``s, by policy: convert, call, convert.
+
+Used by publishers (their store) and by replicas that relay. What else the receiver may use beside gRPC chunks, a
+mapped file or the bulk socket, is offered with the manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common.errors import NotFoundError, OffsetOutOfRangeError, UnknownPolicyError
+from services.common.pb import weights_pb2, weights_pb2_grpc
+from services.common.serde_weights import payload_request_from_proto, payload_to_proto, transports_from_proto
+from services.common.transfer.bulk_server import BulkServer
+from services.common.transfer.host import host_identity
+from services.common.transfer.sending import SendBudget
+from services.common.transfer.source import PayloadSource
+from services.common.weights.manifest import Payload
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+    """``sources`` may gain and lose policies while it serves."""
+
+    def __init__(
+        self, sources: Mapping[str, PayloadSource], budget: SendBudget | None = None, bulk: BulkServer | None = None
+    ) -> None:
+        self._sources = sources
+        self._bulk = bulk
+        self.budget = budget if budget is not None else SendBudget()
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
+        source = self._sources.get(request.policy)
+        if source is None:
+            raise UnknownPolicyError(f"served here: {sorted(self._sources)}; not {request.policy!r}")
+        # In a thread: a delta of a large model takes seconds to encode, and others are being served.
+        payload = await asyncio.to_thread(source.payload, payload_request_from_proto(request))
+        response = payload_to_proto(payload)
+        transports = transports_from_proto(request.transports)
+        if "mapped" in transports and request.host and request.host == host_identity():
+            _offer_mapped(source, payload, response)
+        if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
+            response.bulk.endpoint = self._bulk.endpoint
+            response.bulk.ticket = self._bulk.tickets.give(source, payload.payload_id)
+        return response
+
+    async def FetchWeights(
+        self, request: weights_pb2.FetchWeightsRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
+        reader = source_of(request.payload_id, self._sources).open(request.payload_id)
+        try:
+            size = reader.size_bytes
+            end = request.end_offset if request.HasField("end_offset") else size
+            offset = request.start_offset
+            if not 0 <= offset <= end <= size:
+                raise OffsetOutOfRangeError(f"bytes {offset} to {end} of a payload of {size} bytes")
+            while offset < end:
+                data = await reader.read(offset, min(end - offset, self.budget.chunk_bytes))
+                await self.budget.take(len(data), "grpc")
+                yield weights_pb2.FetchWeightsResponse(
+                    offset=offset, remaining_bytes=end - offset - len(data), data=bytes(data)
+                )
+                offset += len(data)
+        finally:
+            reader.close()
+
+
+def source_of(payload_id: str, sources: Mapping[str, PayloadSource]) -> PayloadSource:
+    """Whose payload it is: a payload's name begins with its policy's."""
+    found = _longest(policy for policy in sources if payload_id.startswith(f"{policy}:"))
+    if found is None:
+        raise NotFoundError(f"payload {payload_id!r} is of none of {sorted(sources)}: ask for the manifest again")
+    return sources[found]
+
+
+def _longest(names: Iterable[str]) -> str | None:
+    return max(names, key=len, default=None)
+
+
+def _offer_mapped(source: PayloadSource, payload: Payload, response: weights_pb2.GetManifestResponse) -> None:
+    try:
+        reader = source.open(payload.payload_id)
+    except NotFoundError as error:  # it went between the two calls; the receiver will hear the same
+        log.info("mapped.not_offered", payload=payload.payload_id, error=error.message)
+        return
+    try:
+        where = reader.file()
+    finally:
+        reader.close()
+    if where is not None:
+        response.mapped.path, response.mapped.offset = str(where[0]), where[1]

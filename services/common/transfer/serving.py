@@ -1,0 +1,37 @@
+"""Puts ``WeightService`` and its bulk socket on a server: what a publisher and a relay do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+
+from services.common.pb import weights_pb2_grpc
+from services.common.rpc.server import Server, is_loopback
+from services.common.transfer.bulk_server import BulkServer
+from services.common.transfer.sending import SendBudget
+from services.common.transfer.servicer import WeightServicer
+from services.common.transfer.source import PayloadSource
+
+log = structlog.get_logger()
+
+
+async def add_weight_service(
+    server: Server, sources: Mapping[str, PayloadSource], *, send_bytes_per_s: float = 0.0
+) -> WeightServicer:
+    """Serve these sources, by policy, within one send budget. Call it before ``server.start``; it stops with the server."""
+    budget = SendBudget(send_bytes_per_s)
+    bulk = None
+    if is_loopback(server.host):
+        bulk = BulkServer(budget, host="127.0.0.1" if server.host == "localhost" else server.host)
+        await bulk.start()
+        server.on_stop(bulk.stop)
+    else:
+        log.warning(
+            "bulk.not_offered",
+            host=server.host,
+            reason="the control channel is not encrypted: no keys can be handed out",
+        )
+    servicer = WeightServicer(sources, budget, bulk)
+    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
+    return servicer

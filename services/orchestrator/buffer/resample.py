@@ -1,0 +1,85 @@
+"""GRPO-RoC, resampling on correct: of N rollouts of a prompt keep K, so that failures stay varied and successes clean.
+
+Zero-reward rollouts and positive ones keep their shares of the group, rounded half to even, but neither kind vanishes
+while the group has two of it. Positives with the lowest penalty are kept (tool errors, bad format), so that a right
+answer reached by stumbling is not what is imitated. Source: rStar2-Agent (arXiv 2508.20722), section on GRPO-RoC.
+
+A pure function of rewards and penalties: what was kept can be computed again at any time. Knows nothing about tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+Positives = Literal["lowest", "weighted"]
+Negatives = Literal["first", "uniform"]
+
+
+def quotas(num_negative: int, num_positive: int, keep: int) -> tuple[int, int]:
+    """(negatives, positives) to keep of a group that has both.
+
+    >>> quotas(31, 1, 16), quotas(16, 16, 16), quotas(1, 31, 16)
+    ((15, 1), (8, 8), (1, 15))
+    """
+    total = num_negative + num_positive
+    if keep >= total:
+        return num_negative, num_positive
+    # Python's round is half to even, and the shares are exact fractions of small integers.
+    negative = max(round(num_negative * keep / total), min(2, num_negative))
+    positive = max(round(num_positive * keep / total), min(2, num_positive))
+    # Rounding and the minima can add up to one or two more than fit: the larger kind gives way.
+    while negative + positive > keep:
+        if negative > positive:
+            negative -= 1
+        else:
+            positive -= 1
+    while negative + positive < keep:  # two halves rounded to even, or a minimum that the other kind leaves room for
+        if negative < num_negative:
+            negative += 1
+        else:
+            positive += 1
+    return negative, positive
+
+
+def resample_on_correct(
+    rewards: Sequence[float],
+    penalties: Sequence[float],
+    keep: int,
+    *,
+    positives: Positives = "lowest",
+    negatives: Negatives = "first",
+    seed: int = 0,
+) -> list[int]:
+    """Positions to keep, ascending; empty when every reward is equal, because such a group carries no gradient.
+
+    A rollout is positive when its reward is above 0. Ties between penalties go to the earlier rollout. ``weighted`` and
+    ``uniform`` draw without replacement from ``seed``: positives with weight 1 / (1 + penalty), negatives alike.
+
+    >>> resample_on_correct([1.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.1, 0.0], keep=2)
+    [1, 2]
+    """
+    if len(rewards) != len(penalties):
+        raise ValueError(f"{len(rewards)} rewards and {len(penalties)} penalties")
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; it must be 1 or more")
+    if len(set(rewards)) <= 1:
+        return []
+    good = [position for position, reward in enumerate(rewards) if reward > 0]
+    bad = [position for position, reward in enumerate(rewards) if reward <= 0]
+    num_bad, num_good = quotas(len(bad), len(good), keep)
+    draw = random.Random(seed)
+    if positives == "weighted":
+        kept_good = _weighted(draw, good, [1 / (1 + penalties[position]) for position in good], num_good)
+    else:
+        kept_good = sorted(good, key=lambda position: (penalties[position], position))[:num_good]
+    kept_bad = draw.sample(bad, num_bad) if negatives == "uniform" else bad[:num_bad]
+    return sorted(kept_good + kept_bad)
+
+
+def _weighted(draw: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:
+    """``count`` items without replacement: the largest of u ** (1 / weight) (Efraimidis and Spirakis, 2006)."""
+    keys = [draw.random() ** (1 / weight) for weight in weights]
+    order = sorted(range(len(items)), key=lambda index: keys[index], reverse=True)
+    return [items[index] for index in order[:count]]

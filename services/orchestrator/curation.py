@@ -1,0 +1,155 @@
+"""Which prompts are worth playing: decided from what earlier task groups of the same prompt brought.
+
+- ``accept_all``: every prompt.
+- ``filter_solved``: not those that are solved almost always (an average of rewards that forgets).
+- ``greso``: those whose rewards were all equal lately are drawn less often, the longer that lasts; how much less adapts
+  so that the share of such groups stays near a target. Source: GRESO (arXiv 2506.02177).
+
+A skipped prompt is passed over in its curriculum; nothing is reordered. All randomness comes from the seed and the
+position in the curriculum, and observations arrive in journal order, so a restarted orchestrator decides the same.
+Knows nothing about replicas or task groups beyond their rewards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+Kind = Literal["easy", "hard"]
+
+
+class Curation(Protocol):
+    """``accepts`` is asked once per position of the curriculum; ``observe`` is told the rewards of each group."""
+
+    def accepts(self, row: int, position: int) -> bool: ...
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
+
+    def advanced(self) -> None:
+        """A version was published."""
+        ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+class AcceptAll:
+    """Every prompt is played."""
+
+    def accepts(self, row: int, position: int) -> bool:
+        return True
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        pass
+
+    def advanced(self) -> None:
+        pass
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+
+class FilterSolved:
+    """A prompt is played while the decaying average of its mean reward is below ``limit``."""
+
+    def __init__(self, *, decay: float = 0.9, limit: float = 0.95) -> None:
+        self._decay = decay
+        self._limit = limit
+        self._average: dict[int, float] = {}
+        self._num_skipped = 0
+
+    def accepts(self, row: int, position: int) -> bool:
+        accepted = self._average.get(row, 0.0) < self._limit
+        self._num_skipped += not accepted
+        return accepted
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        if not rewards:
+            return  # every rollout failed: nothing was learnt about the prompt
+        mean = sum(rewards) / len(rewards)
+        known = self._average.get(row)
+        self._average[row] = mean if known is None else self._decay * known + (1 - self._decay) * mean
+
+    def advanced(self) -> None:
+        pass
+
+    def gauges(self) -> dict[str, float]:
+        solved = sum(average >= self._limit for average in self._average.values())
+        return {"curation_skipped": float(self._num_skipped), "curation_solved": float(solved)}
+
+
+@dataclass(slots=True)
+class _Streak:
+    """How many groups of a prompt in a row had equal rewards, and of which kind the last was."""
+
+    length: int = 0
+    kind: Kind = "hard"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GresoSettings:
+    """Per kind (easy: mean reward above 0.5; hard: the rest)."""
+
+    start: float = 0.5
+    step: float = 0.01  # per version
+    lowest: float = 0.01
+    highest: float = 0.99
+    targets: dict[Kind, float] = field(default_factory=lambda: {"easy": 0.083, "hard": 0.167})
+    floors: dict[Kind, float] = field(default_factory=lambda: {"easy": 0.05, "hard": 0.30})
+
+
+class Greso:
+    """A prompt with a streak of z equal-reward groups is played with probability max(p_kind ** z, floor_kind)."""
+
+    def __init__(self, seed: int, settings: GresoSettings | None = None) -> None:
+        self._seed = seed
+        self._settings = settings or GresoSettings()
+        self.p: dict[Kind, float] = {"easy": self._settings.start, "hard": self._settings.start}
+        self._streaks: dict[int, _Streak] = {}
+        self._seen: Counter[str] = Counter()  # since the last version
+        self._num_skipped = 0
+
+    def probability(self, row: int) -> float:
+        """With which a prompt is played."""
+        streak = self._streaks.get(row)
+        if streak is None or streak.length == 0:
+            return 1.0
+        return max(self.p[streak.kind] ** streak.length, self._settings.floors[streak.kind])
+
+    def accepts(self, row: int, position: int) -> bool:
+        probability = self.probability(row)
+        # Drawn by position, so that the decision does not depend on how many were drawn before a restart.
+        accepted = probability >= 1.0 or float(np.random.default_rng([self._seed, position]).random()) < probability
+        self._num_skipped += not accepted
+        return accepted
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        if len(rewards) < 2:
+            return
+        self._seen["groups"] += 1
+        streak = self._streaks.setdefault(row, _Streak())
+        if any(reward != rewards[0] for reward in rewards):
+            streak.length = 0
+            return
+        streak.length += 1
+        streak.kind = "easy" if rewards[0] > 0.5 else "hard"
+        self._seen[streak.kind] += 1
+
+    def advanced(self) -> None:
+        groups = self._seen["groups"]
+        if groups:
+            for kind, target in self._settings.targets.items():
+                # Too many such groups: play fewer prompts that bring them.
+                move = -self._settings.step if self._seen[kind] / groups > target else self._settings.step
+                self.p[kind] = min(max(self.p[kind] + move, self._settings.lowest), self._settings.highest)
+        self._seen.clear()
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "curation_skipped": float(self._num_skipped),
+            "greso_p_easy": self.p["easy"],
+            "greso_p_hard": self.p["hard"],
+        }

@@ -1,0 +1,78 @@
+"""Prompt curation: what is skipped, why, and that a seed decides it."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.curation import AcceptAll, FilterSolved, Greso
+
+
+def test_accept_all_skips_nothing() -> None:
+    curation = AcceptAll()
+    curation.observe(0, [1.0, 1.0])
+    assert all(curation.accepts(0, position) for position in range(10))
+
+
+def test_a_prompt_is_filtered_once_its_average_reaches_the_limit_and_comes_back_when_it_falls() -> None:
+    curation = FilterSolved(decay=0.5, limit=0.95)
+    assert curation.accepts(7, 0), "nothing is known of it"
+    curation.observe(7, [1.0] * 4)
+    assert not curation.accepts(7, 1) and curation.accepts(8, 2)
+    curation.observe(7, [0.0] * 4)
+    assert curation.accepts(7, 3)
+    assert curation.gauges()["curation_skipped"] == 1
+
+
+def test_a_group_whose_rollouts_all_failed_says_nothing_about_its_prompt() -> None:
+    curation = FilterSolved()
+    curation.observe(0, [])
+    assert curation.accepts(0, 0)
+
+
+def test_greso_halves_the_chance_with_every_further_equal_group_down_to_the_floor_of_its_kind() -> None:
+    curation = Greso(seed=1)
+    chances = []
+    for _ in range(4):
+        curation.observe(0, [0.0, 0.0])
+        curation.observe(1, [1.0, 1.0])
+        chances.append((curation.probability(0), curation.probability(1)))
+    assert chances == [(0.5, 0.5), (0.3, 0.25), (0.3, 0.125), (0.3, 0.0625)]
+    curation.observe(1, [1.0, 1.0])
+    assert curation.probability(1) == 0.05
+    curation.observe(1, [1.0, 0.0])
+    assert curation.probability(1) == 1.0, "a group with unequal rewards ends the streak"
+
+
+@pytest.mark.parametrize(("equal_groups", "moved"), [(0, 0.51), (10, 0.49)])
+def test_greso_moves_one_step_per_version_toward_the_target_share(equal_groups: int, moved: float) -> None:
+    curation = Greso(seed=1)
+    for row in range(20):
+        curation.observe(row, [0.0, 0.0] if row < equal_groups else [0.0, 1.0])
+    curation.advanced()
+    assert curation.p["hard"] == pytest.approx(moved)
+    assert curation.p["easy"] == pytest.approx(0.51), "no easy group was seen: more of them may be played"
+
+
+def test_greso_keeps_its_chances_between_the_clamps_and_rests_without_groups() -> None:
+    curation = Greso(seed=1)
+    curation.advanced()
+    assert curation.p == {"easy": 0.5, "hard": 0.5}
+    for _ in range(100):
+        curation.observe(0, [0.0, 0.0])
+        curation.advanced()
+    assert curation.p == {"easy": pytest.approx(0.99), "hard": pytest.approx(0.01)}
+
+
+def test_greso_decides_by_seed_and_position_alone() -> None:
+    def decisions(seed: int) -> list[bool]:
+        curation = Greso(seed)
+        curation.observe(0, [0.0, 0.0])
+        return [curation.accepts(0, position) for position in range(64)]
+
+    assert decisions(3) == decisions(3) != decisions(4)
+    assert 10 < sum(decisions(3)) < 54
+    # Golden: a change of these is a change of every seeded run.
+    assert [int(d) for d in decisions(3)[:12]] == GOLDEN
+
+
+GOLDEN = [1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]

@@ -1,0 +1,62 @@
+"""GRPO-RoC: quotas, who is kept, and that it is a pure function."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.orchestrator.buffer.resample import quotas, resample_on_correct
+
+
+@pytest.mark.parametrize(
+    ("num_positive", "kept"),
+    [(1, (15, 1)), *((p, (14, 2)) for p in (2, 3, 4, 5)), (16, (8, 8)), *((p, (2, 14)) for p in (28, 29, 30)), (31, (1, 15))],
+)  # fmt: skip
+def test_quotas_of_sixteen_out_of_thirty_two(num_positive: int, kept: tuple[int, int]) -> None:
+    assert quotas(32 - num_positive, num_positive, 16) == kept
+
+
+@given(negative=st.integers(1, 64), positive=st.integers(1, 64), keep=st.integers(2, 64))
+def test_quotas_fill_the_group_and_lose_neither_kind(negative: int, positive: int, keep: int) -> None:
+    kept_negative, kept_positive = quotas(negative, positive, keep)
+    assert kept_negative + kept_positive == min(keep, negative + positive)
+    assert 1 <= kept_negative <= negative and 1 <= kept_positive <= positive
+
+
+groups = st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.floats(0, 2)), min_size=1, max_size=40)
+
+
+@given(group=groups, keep=st.integers(2, 40), seed=st.integers(0, 5))
+def test_what_is_kept_is_a_sorted_part_of_the_group_and_the_same_every_time(
+    group: list[tuple[float, float]], keep: int, seed: int
+) -> None:
+    rewards, penalties = [r for r, _ in group], [p for _, p in group]
+    for positives in ("lowest", "weighted"):
+        for negatives in ("first", "uniform"):
+            kept = resample_on_correct(rewards, penalties, keep, positives=positives, negatives=negatives, seed=seed)
+            again = resample_on_correct(rewards, penalties, keep, positives=positives, negatives=negatives, seed=seed)
+            assert kept == again == sorted(set(kept))
+            assert len(kept) == (0 if len(set(rewards)) == 1 else min(keep, len(group)))
+
+
+def test_positives_with_the_lowest_penalty_and_the_first_negatives_are_kept() -> None:
+    rewards = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    penalties = [9.0, 0.5, 0.0, 0.1, 0.0, 0.5, 0.0, 0.3]
+    assert resample_on_correct(rewards, penalties, 4) == [0, 2, 3, 7]
+
+
+def test_equal_penalties_keep_the_earlier_rollout() -> None:
+    assert resample_on_correct([1.0, 1.0, 1.0, 0.0, 0.0, 0.0], [0.5] * 6, 2) == [0, 3]
+
+
+def test_a_group_of_equal_rewards_is_dropped() -> None:
+    assert resample_on_correct([1.0] * 8, [0.0] * 8, 4) == []
+    assert resample_on_correct([0.0] * 8, [0.0] * 8, 4) == []
+
+
+def test_weighted_sampling_prefers_clean_rollouts() -> None:
+    rewards, penalties = [1.0, 1.0, 1.0, 0.0], [0.0, 9.0, 9.0, 0.0]
+    kept = [resample_on_correct(rewards, penalties, 2, positives="weighted", seed=seed) for seed in range(400)]
+    assert sum(0 in positions for positions in kept) > 240, "weight 1 of 1.2"
+    assert any(0 not in positions for positions in kept)
