@@ -9,14 +9,14 @@ from services.common.types import WeightTransfer
 # Names that this end does not know are left empty: a record is for people, and is not worth a refusal.
 _ENCODINGS = {"full": weights_pb2.WEIGHT_ENCODING_FULL, "delta": weights_pb2.WEIGHT_ENCODING_DELTA}
 _PROFILES = {"fast": weights_pb2.DELTA_PROFILE_FAST, "small": weights_pb2.DELTA_PROFILE_SMALL}
-_TRANSPORTS = {
+TRANSPORTS = {
     "grpc": weights_pb2.WEIGHT_TRANSPORT_GRPC,
     "mapped": weights_pb2.WEIGHT_TRANSPORT_MAPPED,
     "bulk": weights_pb2.WEIGHT_TRANSPORT_BULK,
 }
 _ENCODING_NAMES = {number: name for name, number in _ENCODINGS.items()}
 _PROFILE_NAMES = {number: name for name, number in _PROFILES.items()}
-_TRANSPORT_NAMES = {number: name for name, number in _TRANSPORTS.items()}
+TRANSPORT_NAMES = {number: name for name, number in TRANSPORTS.items()}
 
 
 def weight_transfer_to_proto(transfer: WeightTransfer) -> weights_pb2.WeightTransfer:
@@ -26,7 +26,7 @@ def weight_transfer_to_proto(transfer: WeightTransfer) -> weights_pb2.WeightTran
         base_version=transfer.base_version,
         encoding=_ENCODINGS.get(transfer.encoding, weights_pb2.WEIGHT_ENCODING_UNSPECIFIED),
         profile=_PROFILES.get(transfer.profile, weights_pb2.DELTA_PROFILE_UNSPECIFIED),
-        transport=_TRANSPORTS.get(transfer.transport, weights_pb2.WEIGHT_TRANSPORT_UNSPECIFIED),
+        transport=TRANSPORTS.get(transfer.transport, weights_pb2.WEIGHT_TRANSPORT_UNSPECIFIED),
         sources=transfer.sources,
         payload_size_bytes=transfer.payload_size_bytes,
         full_size_bytes=transfer.full_size_bytes,
@@ -48,7 +48,7 @@ def weight_transfer_from_proto(proto: weights_pb2.WeightTransfer) -> WeightTrans
         base_version=proto.base_version if proto.HasField("base_version") else None,
         encoding=_ENCODING_NAMES.get(proto.encoding, ""),
         profile=_PROFILE_NAMES.get(proto.profile, ""),
-        transport=_TRANSPORT_NAMES.get(proto.transport, ""),
+        transport=TRANSPORT_NAMES.get(proto.transport, ""),
         sources=tuple(proto.sources),
         payload_size_bytes=proto.payload_size_bytes,
         full_size_bytes=proto.full_size_bytes,

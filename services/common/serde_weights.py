@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from services.common.errors import CorruptDataError
 from services.common.pb import tensor_pb2, weights_pb2
-from services.common.transfer.source import PayloadRequest
+from services.common.serde import duration_from_proto, duration_to_proto
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, Profile, TensorEntry
 
 _DTYPE_TO_PROTO = {
@@ -29,55 +27,11 @@ _PROFILE_TO_PROTO = {
     Profile.SMALL: weights_pb2.DELTA_PROFILE_SMALL,
 }
 _PROFILE_FROM_PROTO = {number: profile for profile, number in _PROFILE_TO_PROTO.items()}
-_TRANSPORT_TO_PROTO = {
-    "grpc": weights_pb2.WEIGHT_TRANSPORT_GRPC,
-    "mapped": weights_pb2.WEIGHT_TRANSPORT_MAPPED,
-    "bulk": weights_pb2.WEIGHT_TRANSPORT_BULK,
-}
-_TRANSPORT_FROM_PROTO = {number: name for name, number in _TRANSPORT_TO_PROTO.items()}
-
-
-def transports_to_proto(names: Iterable[str]) -> list[weights_pb2.WeightTransport]:
-    """``mapped``, ``bulk``, ``grpc``, as ``weights.transports`` writes them."""
-    return [_TRANSPORT_TO_PROTO[name] for name in names]
-
-
-def transports_from_proto(numbers: Iterable[int]) -> tuple[str, ...]:
-    """Those that this end knows; a receiver may know more."""
-    return tuple(_TRANSPORT_FROM_PROTO[number] for number in numbers if number in _TRANSPORT_FROM_PROTO)
-
-
-def payload_request_to_proto(
-    request: PayloadRequest, transports: Iterable[str] = (), host: str = ""
-) -> weights_pb2.GetManifestRequest:
-    base = request.base
-    return weights_pb2.GetManifestRequest(
-        run_id=request.run_id,
-        policy=request.policy,
-        version=request.version,
-        base_version=base.number if base else None,
-        base_digest=base.digest if base else "",
-        transports=transports_to_proto(transports),
-        host=host,
-        link_bytes_per_second=request.link_bytes_per_s,
-    )
-
-
-def payload_request_from_proto(proto: weights_pb2.GetManifestRequest) -> PayloadRequest:
-    return PayloadRequest(
-        run_id=proto.run_id,
-        policy=proto.policy,
-        version=proto.version,
-        base=BaseVersion(number=proto.base_version, digest=proto.base_digest)
-        if proto.HasField("base_version")
-        else None,
-        link_bytes_per_s=proto.link_bytes_per_second,
-    )
 
 
 def payload_to_proto(payload: Payload) -> weights_pb2.GetManifestResponse:
     target = payload.target
-    response = weights_pb2.GetManifestResponse(
+    return weights_pb2.GetManifestResponse(
         version=weights_pb2.WeightVersion(
             policy=target.policy, number=target.version, digest=target.digest, run_id=target.run_id
         ),
@@ -98,10 +52,8 @@ def payload_to_proto(payload: Payload) -> weights_pb2.GetManifestResponse:
             for entry in target.tensors
         ],
         profile=_PROFILE_TO_PROTO[payload.profile],
+        encode_time=duration_to_proto(payload.encode_s) if payload.encode_s else None,
     )
-    if payload.encode_s:
-        response.encode_time.FromNanoseconds(round(payload.encode_s * 1e9))
-    return response
 
 
 def payload_from_proto(proto: weights_pb2.GetManifestResponse) -> Payload:
@@ -140,5 +92,5 @@ def payload_from_proto(proto: weights_pb2.GetManifestResponse) -> Payload:
         target=manifest,
         base=base,
         profile=profile,
-        encode_s=proto.encode_time.ToNanoseconds() / 1e9,
+        encode_s=duration_from_proto(proto.encode_time),
     )

@@ -236,7 +236,9 @@ class RolloutPlayer:
             name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits)
             for name, policy in self._policies.items()
         }
-        context = WorkflowContext(policies=policies, gateway=self._gateway, sampling=order.sampling, seed=seed)
+        context = WorkflowContext(
+            policies=policies, gateway=self._gateway, sampling=order.sampling, seed=seed, purpose=order.purpose
+        )
         outcome = await self._workflow.run(order.task, context)
         _check_outcome(outcome, order.required_versions)
         return outcome

@@ -30,6 +30,7 @@ from services.common.transfer.bulk_frames import (
 from services.common.transfer.sending import CHUNK_BYTES, SendBudget
 from services.common.transfer.source import PayloadReader
 from services.common.transfer.tickets import TICKET_S, Tickets
+from services.common.transfer.zmq_loop import Socket, descriptor, has_input
 
 log = structlog.get_logger()
 
@@ -69,8 +70,8 @@ class BulkServer:
         self._budget = budget
         self._host = host
         self._idle_s = idle_s
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[Socket] | None = None
+        self._socket: Socket | None = None
         self._sessions: dict[tuple[bytes, bytes], _Session] = {}
 
     async def start(self) -> None:
@@ -86,14 +87,14 @@ class BulkServer:
         port = socket.bind_to_random_port(f"tcp://{host}")
         self._socket = socket
         self.endpoint = f"tcp://{host}:{port}"
-        asyncio.get_running_loop().add_reader(socket.fd, self._drain)
+        asyncio.get_running_loop().add_reader(descriptor(socket), self._drain)
         log.info("bulk.listening", endpoint=self.endpoint)
 
     async def stop(self) -> None:
         """End every session and close. Stopping twice does no harm."""
         if self._socket is None or self._context is None:
             return
-        asyncio.get_running_loop().remove_reader(self._socket.fd)
+        asyncio.get_running_loop().remove_reader(descriptor(self._socket))
         tasks = [session.task for session in self._sessions.values() if session.task is not None]
         for task in tasks:
             task.cancel()
@@ -109,7 +110,7 @@ class BulkServer:
     def _drain(self) -> None:
         """Read the requests that have come. The descriptor tells of news once, so also called after every send."""
         for _ in range(_DRAIN_AT_ONCE):
-            if self._socket is None or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if self._socket is None or not has_input(self._socket):
                 return
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             try:

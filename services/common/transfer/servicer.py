@@ -15,10 +15,11 @@ import structlog
 
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, UnknownPolicyError
 from services.common.pb import weights_pb2, weights_pb2_grpc
-from services.common.serde_weights import payload_request_from_proto, payload_to_proto, transports_from_proto
+from services.common.serde_weights import payload_to_proto
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.host import host_identity
 from services.common.transfer.sending import SendBudget
+from services.common.transfer.serde_requests import payload_request_from_proto, transports_from_proto
 from services.common.transfer.source import PayloadSource
 from services.common.weights.manifest import Payload
 
@@ -46,7 +47,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         # In a thread: a delta of a large model takes seconds to encode, and others are being served.
         payload = await asyncio.to_thread(source.payload, payload_request_from_proto(request))
         response = payload_to_proto(payload)
-        transports = transports_from_proto(request.transports)
+        transports = transports_from_proto(request)
         if "mapped" in transports and request.host and request.host == host_identity():
             _offer_mapped(source, payload, response)
         if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:

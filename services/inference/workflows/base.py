@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 from services.common.chat import Chat
 from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
-from services.common.types import Sampling, Task
+from services.common.types import Purpose, Sampling, Task
 from services.common.types import Sequence as TokenSequence
 from services.inference.engine.base import Generation
 
@@ -118,6 +118,7 @@ class WorkflowContext:
     gateway: Gateway
     sampling: Sampling
     seed: int  # of this slot, for whatever the workflow draws
+    purpose: Purpose = Purpose.TRAIN
 
     def policy(self, name: str | None = None) -> PolicyClient:
         """The named policy; without a name, the only one."""

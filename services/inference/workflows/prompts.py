@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,21 @@ def build_messages(settings: PromptSettings, task: Task, system_suffix: str = ""
         last = {**messages[-1], "content": messages[-1]["content"] + settings.instruction}
         messages = [*messages[:-1], last]
     return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def with_last_text(messages: list[Message], text: str) -> list[Message]:
+    """The same conversation with another last user turn."""
+    return [*messages[:-1], {**messages[-1], "content": text}]
+
+
+def fill(template: str, **values: str) -> str:
+    """Put values for ``{names}``, all at once: braces in a value or elsewhere in the template stay as they are.
+
+    >>> fill("{a} and {b}, \\\\boxed{}", a="{b}", b="c")
+    '{b} and c, \\\\boxed{}'
+    """
+    pattern = re.compile("|".join(re.escape(f"{{{name}}}") for name in values))
+    return pattern.sub(lambda found: values[found.group()[1:-1]], template)
 
 
 def _messages_of(field: str | None, task: Task) -> list[Message]:

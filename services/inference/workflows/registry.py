@@ -13,6 +13,8 @@ from services.common.importing import load_object
 from services.inference.workflows.base import Workflow
 
 WORKFLOWS: dict[str, str] = {
+    "actor_verifier": "services.inference.workflows.actor_verifier:ActorVerifier",
+    "agent_env": "services.inference.workflows.agent_env:AgentEnv",
     "single_turn": "services.inference.workflows.single_turn:SingleTurn",
     "tool_use": "services.inference.workflows.tool_use:ToolUse",
 }

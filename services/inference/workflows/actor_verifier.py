@@ -1,0 +1,145 @@
+"""``actor_verifier``: one policy solves, another checks, and after a rejection the first tries exactly once more.
+
+    solve --> verify --approve or unparsed--> done
+                '-----reject--> solve again, with the verifier's words --> done
+
+Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict agrees with the correctness of
+the first solution, else 0, also when it cannot be read. The rollout counts, in evaluation, by its last solution.
+A verification whose prompt does not fit the context is left out, and so is a second try: that is no failure of what
+was sampled before it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from services.common.chat import Message
+from services.common.errors import PromptTooLongError
+from services.common.types import Sequence as TokenSequence
+from services.common.types import StopReason, Task
+from services.inference.workflows.base import Outcome, PolicyClient, WorkflowContext
+from services.inference.workflows.conversation import Conversation, Turn
+from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
+from services.inference.workflows.rewards import build_grader
+from services.inference.workflows.verdicts import Verdict, read_verdict
+
+VERIFY = """You check the work of another solver. Read the problem and the proposed solution below, redo every step that \
+matters, and look for the first mistake. A solution counts only when its final answer is right.
+
+Problem:
+{problem}
+
+Proposed solution:
+{solution}
+
+Explain what you found. End with <verdict>approve</verdict> when the final answer is right, \
+or with <verdict>reject</verdict> when it is not."""
+
+TRY_AGAIN = """{problem}
+
+An earlier attempt at this problem was rejected. The checker wrote:
+{review}
+
+Solve the problem again from the beginning. Use what is right in the checker's words, and do not repeat the mistake."""
+
+
+class ActorVerifierSettings(PromptSettings):
+    verifier: str = "model1"
+    """The policy that checks. `policy` is the one that solves."""
+    reward: str = "math"
+    """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
+    verify_prompt: str = VERIFY
+    """What the verifier reads, with `{problem}` and `{solution}`."""
+    retry_prompt: str = TRY_AGAIN
+    """What the solver reads after a rejection, with `{problem}` and `{review}`."""
+    max_review_chars: int | None = Field(default=None, ge=1)
+    """Keep only the end of a longer review in the retry; left out, all of it."""
+
+
+class ActorVerifier:
+    Settings: ClassVar[type[ActorVerifierSettings]] = ActorVerifierSettings
+
+    def __init__(self, settings: ActorVerifierSettings) -> None:
+        self._settings = settings
+        self._grade = build_grader(settings.reward)
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        settings = self._settings
+        messages = build_messages(settings, task)
+        problem = str(messages[-1]["content"])
+        solver = context.policy(settings.policy or "model0")
+        verifier = context.policy(settings.verifier)
+
+        first = Conversation(solver, messages, context.sampling, max_prompt_tokens=settings.max_prompt_tokens)
+        solution = await first.generate()
+        first_reward = await self._grade(context.gateway, task, solution.text)
+        sequences = [_solution(first, solution, first_reward.value, first_reward.unparsed, attempt=0)]
+        metrics = {"first_correct": first_reward.value}
+        final = first_reward.value
+
+        review = await self._verify(problem, solution, verifier, context)
+        if review is None:
+            return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
+        check, words = review
+        verdict = read_verdict(words.text)
+        agrees = verdict is not Verdict.UNPARSED and (verdict is Verdict.APPROVE) == (first_reward.value > 0)
+        sequences.append(
+            check.sequence(
+                reward=float(agrees),
+                stop_reason=_stop(words),
+                metrics={f"verdict_{name}": float(verdict is name) for name in Verdict},
+                role="verifier",
+            )
+        )
+        if verdict is Verdict.REJECT:
+            again = await self._retry(messages, problem, words.text, context)
+            if again is None:
+                metrics["retry_skipped"] = 1.0
+            else:
+                second, solution = again
+                reward = await self._grade(context.gateway, task, solution.text)
+                sequences.append(_solution(second, solution, reward.value, reward.unparsed, attempt=1))
+                final = reward.value
+        metrics["solved_by_retry"] = float(final > first_reward.value)
+        return Outcome(sequences=tuple(sequences), reward=final, metrics=metrics)
+
+    async def _verify(
+        self, problem: str, solution: Turn, verifier: PolicyClient, context: WorkflowContext
+    ) -> tuple[Conversation, Turn] | None:
+        prompt = fill(self._settings.verify_prompt, problem=problem, solution=solution.text)
+        try:
+            check = Conversation(verifier, [{"role": "user", "content": prompt}], context.sampling)
+        except PromptTooLongError:
+            return None
+        return check, await check.generate()
+
+    async def _retry(
+        self, messages: list[Message], problem: str, review: str, context: WorkflowContext
+    ) -> tuple[Conversation, Turn] | None:
+        settings = self._settings
+        if settings.max_review_chars is not None:
+            review = review[-settings.max_review_chars :]
+        prompt = fill(settings.retry_prompt, problem=problem, review=review)
+        try:
+            second = Conversation(
+                context.policy(settings.policy or "model0"), with_last_text(messages, prompt), context.sampling
+            )
+        except PromptTooLongError:
+            return None
+        return second, await second.generate()
+
+
+def _solution(conversation: Conversation, turn: Turn, reward: float, unparsed: bool, *, attempt: int) -> TokenSequence:
+    return conversation.sequence(
+        reward=reward,
+        stop_reason=_stop(turn),
+        metrics={"truncated": float(not turn.ended), "reward_unparsed": float(unparsed)},
+        role="solver",
+        attempt=attempt,
+    )
+
+
+def _stop(turn: Turn) -> StopReason:
+    return StopReason.STOP if turn.ended else StopReason.LENGTH

@@ -1,0 +1,130 @@
+"""Actor and verifier: who is called with what, what the verdict does, and who is rewarded for what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.common.types import Task
+from services.inference.gauges import WaitShares
+from services.inference.policies import RolloutPolicy
+from services.inference.workflows.actor_verifier import ActorVerifier, ActorVerifierSettings
+from services.inference.workflows.base import Outcome
+from services.inference.workflows.prompts import fill
+from services.inference.workflows.verdicts import Verdict, read_verdict
+from tests.unit.inference.fakes import (
+    FakeGateway,
+    RecordingEngine,
+    make_context,
+    make_task,
+    qwen_like_chat,
+    served_policy,
+)
+
+APPROVE, REJECT, SILENT = "fine <verdict>approve</verdict>", "no: 6*7=42 <verdict>reject</verdict>", "I cannot say"
+RIGHT, WRONG = "it is 42", "it is 41"
+
+
+def graded(task: Task, completion: str) -> float:
+    return float("42" in completion)
+
+
+async def play(
+    solutions: Sequence[str], review: str, *, verifier_context: int = 4096, solver_context: int = 4096, **settings: Any
+) -> tuple[Outcome, list[str], list[str]]:
+    """Returns the outcome, and the prompts that solver and verifier read."""
+    chat = qwen_like_chat()
+    solver = await served_policy(solutions, context_length=solver_context)
+    verifier = dataclasses.replace(await served_policy([review], context_length=verifier_context), name="model1")
+    context = make_context(solver, FakeGateway(reward=graded))
+    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, waits=WaitShares(1))
+    context = dataclasses.replace(context, policies={**context.policies, "model1": checking})
+    outcome = await ActorVerifier(ActorVerifierSettings(**settings)).run(make_task(), context)
+    prompts = []
+    for engine in (solver.engine, verifier.engine):
+        assert isinstance(engine, RecordingEngine)
+        prompts.append([chat.decode(list(request.prompt_ids)) for request in engine.requests])
+    return outcome, prompts[0], prompts[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (APPROVE, Verdict.APPROVE),
+        (REJECT, Verdict.REJECT),
+        (SILENT, Verdict.UNPARSED),
+        ("<VERDICT> Reject. </VERDICT>", Verdict.REJECT),
+        ("<verdict>reject</verdict> on reflection <verdict>approve</verdict>", Verdict.APPROVE),
+        ("<verdict>approve</verdict> hm <verdict>perhaps</verdict>", Verdict.UNPARSED),
+        ("<verdict>approve or reject</verdict>", Verdict.UNPARSED),
+        ("<verdict>approve", Verdict.UNPARSED),
+        ("approve", Verdict.UNPARSED),
+        ("<verdict>\n**reject**\n</verdict>", Verdict.REJECT),
+        ("", Verdict.UNPARSED),
+    ],
+)
+def test_the_last_well_formed_tag_is_the_verdict(text: str, verdict: Verdict) -> None:
+    assert read_verdict(text) is verdict
+
+
+@pytest.mark.parametrize(
+    ("solutions", "review", "solver_rewards", "verifier_reward", "final"),
+    [
+        ([RIGHT], APPROVE, [1.0], 1.0, 1.0),
+        ([WRONG], APPROVE, [0.0], 0.0, 0.0),
+        ([RIGHT], SILENT, [1.0], 0.0, 1.0),
+        ([WRONG], SILENT, [0.0], 0.0, 0.0),
+        ([WRONG, RIGHT], REJECT, [0.0, 1.0], 1.0, 1.0),
+        ([WRONG, WRONG], REJECT, [0.0, 0.0], 1.0, 0.0),
+        ([RIGHT, RIGHT], REJECT, [1.0, 1.0], 0.0, 1.0),
+        ([RIGHT, WRONG], REJECT, [1.0, 0.0], 0.0, 0.0),
+    ],
+)
+async def test_credit(
+    solutions: list[str], review: str, solver_rewards: list[float], verifier_reward: float, final: float
+) -> None:
+    outcome, _, _ = await play(solutions, review)
+    solver = [s for s in outcome.sequences if s.role == "solver"]
+    verifier = [s for s in outcome.sequences if s.role == "verifier"]
+    assert [s.reward for s in solver] == solver_rewards
+    assert [(s.policy, s.attempt) for s in solver] == [("model0", n) for n in range(len(solver_rewards))]
+    assert [(s.policy, s.reward) for s in verifier] == [("model1", verifier_reward)]
+    assert outcome.reward == final
+    assert outcome.metrics["solved_by_retry"] == float(solver_rewards == [0.0, 1.0])
+
+
+async def test_the_verifier_reads_problem_and_solution_and_the_second_try_reads_its_words() -> None:
+    _, solver, verifier = await play([WRONG, RIGHT], REJECT, instruction=" Think.")
+    assert len(solver) == 2 and len(verifier) == 1, "one verification, one more try"
+    assert "What is 6 times 7? Think." in verifier[0] and WRONG in verifier[0]
+    assert "What is 6 times 7?" in solver[1] and REJECT in solver[1] and WRONG not in solver[1]
+
+
+async def test_an_approved_solution_is_not_tried_again() -> None:
+    _, solver, verifier = await play([RIGHT], APPROVE)
+    assert len(solver) == 1 and len(verifier) == 1
+
+
+async def test_a_verification_that_does_not_fit_is_left_out_and_the_solution_stays() -> None:
+    outcome, _, verifier = await play([RIGHT], APPROVE, verifier_context=60)
+    assert [s.role for s in outcome.sequences] == ["solver"] and not verifier
+    assert outcome.metrics["verification_skipped"] == 1.0 and outcome.reward == 1.0
+
+
+async def test_a_second_try_that_does_not_fit_is_left_out() -> None:
+    outcome, solver, _ = await play([WRONG], REJECT, solver_context=200)
+    assert len(solver) == 1 and outcome.metrics["retry_skipped"] == 1.0
+
+
+async def test_only_the_end_of_a_long_review_is_read_when_asked() -> None:
+    _, solver, _ = await play([WRONG, RIGHT], "MARK" + "x" * 100 + REJECT, max_review_chars=60)
+    assert "MARK" not in solver[1] and "<verdict>reject</verdict>" in solver[1]
+
+
+def test_braces_in_a_problem_are_left_alone() -> None:
+    assert fill("P: {problem} S: {solution} {}", problem="\\frac{1}{2} {solution}", solution="x") == (
+        "P: \\frac{1}{2} {solution} S: x {}"
+    )

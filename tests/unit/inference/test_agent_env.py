@@ -1,0 +1,110 @@
+"""Episodes against an environment: turns, rewards, budgets, and that the episode is always closed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.common.errors import EpisodeNotFoundError
+from services.common.types import Purpose, StopReason, Task
+from services.inference.workflows.agent_env import AgentEnv, AgentEnvSettings
+from services.inference.workflows.base import Episode, Outcome, Step
+from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
+
+
+class Corridor(FakeGateway):
+    """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` does nothing."""
+
+    def __init__(self, observation: str = "a corridor", fail_at: int = 0) -> None:
+        super().__init__()
+        self.observation = observation
+        self.fail_at = fail_at
+        self.actions: list[str] = []
+        self.closed: list[str] = []
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
+        return Episode(episode_id="e1", observation=f"{environment}: {self.observation}")
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        assert turn == len(self.actions) + 1
+        if turn == self.fail_at:
+            raise EpisodeNotFoundError("the episode is gone")
+        self.actions.append(action)
+        steps = self.actions.count("go")
+        done = steps == 3
+        reward = (0.5 if done else 0.25) if action == "go" else 0.0
+        return Step(observation=f"at {steps}", reward=reward, done=done, metrics={"steps": float(steps)})
+
+    async def close(self, episode_id: str) -> None:
+        self.closed.append(episode_id)
+
+
+async def play(
+    texts: list[str], gateway: Corridor, purpose: Purpose = Purpose.TRAIN, context_length: int = 2048, **settings: Any
+) -> Outcome:
+    import dataclasses
+
+    policy = await served_policy(texts, context_length=context_length)
+    context = dataclasses.replace(make_context(policy, gateway), purpose=purpose)
+    return await AgentEnv(AgentEnvSettings(environment="corridor", **settings)).run(make_task(), context)
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "reward", "total", "stop", "turns"),
+    [
+        (["go"], {}, 1.0, 1.0, StopReason.ENVIRONMENT, 3),
+        (["go"], {"turn_discount": 0.5}, 0.125, 1.0, StopReason.ENVIRONMENT, 3),
+        (["go"], {"max_turns": 2}, 0.5, 0.5, StopReason.TURN_LIMIT, 2),
+        (["sleep"], {"max_turns": 2, "failure_penalty": -0.3}, -0.3, 0.0, StopReason.TURN_LIMIT, 2),
+        (["sleep"], {"max_turns": 2, "failure_penalty": -0.3, "turn_discount": 0.5}, -0.3, 0.0, StopReason.TURN_LIMIT, 2),
+        (["sleep", "go", "go", "go"], {}, 1.0, 1.0, StopReason.ENVIRONMENT, 4),
+    ],
+)  # fmt: skip
+async def test_the_reward_is_the_discounted_sum_and_a_failure_has_its_own(
+    texts: list[str], settings: dict[str, Any], reward: float, total: float, stop: StopReason, turns: int
+) -> None:
+    gateway = Corridor()
+    outcome = await play(texts, gateway, **settings)
+    (sequence,) = outcome.sequences
+    assert sequence.reward == pytest.approx(reward) and outcome.reward == pytest.approx(total)
+    assert sequence.stop_reason is stop and sequence.metrics["turns"] == turns == len(gateway.actions)
+    assert sequence.metrics["environment_steps"] == gateway.actions.count("go")
+    assert gateway.closed == ["e1"]
+
+
+async def test_the_episode_is_one_sequence_whose_observations_are_not_trained() -> None:
+    outcome = await play(["go"], Corridor())
+    (sequence,) = outcome.sequences
+    decode = qwen_like_chat().decode
+    said = [decode(s.token_ids.tolist()) for s in sequence.segments if s.is_policy]
+    read = "".join(decode(s.token_ids.tolist()) for s in sequence.segments if not s.is_policy)
+    assert [text.removesuffix("<|im_end|>") for text in said] == ["go", "go", "go"]
+    assert "corridor: a corridor" in read and "at 1" in read and "at 2" in read and "at 3" not in read
+
+
+async def test_evaluation_may_have_turns_of_its_own() -> None:
+    training = await play(["sleep"], Corridor(), max_turns=4, evaluation_max_turns=2)
+    evaluation = await play(["sleep"], Corridor(), Purpose.EVALUATION, max_turns=4, evaluation_max_turns=2)
+    assert [o.sequences[0].metrics["turns"] for o in (training, evaluation)] == [4, 2]
+
+
+async def test_an_observation_that_does_not_fit_ends_the_episode_with_what_was_earned() -> None:
+    gateway = Corridor()
+    prompt = len(qwen_like_chat().prompt_ids([{"role": "user", "content": "corridor: a corridor"}]))
+    outcome = await play(["go"], gateway, context_length=prompt + 8)
+    assert outcome.sequences[0].stop_reason is StopReason.LENGTH
+    assert outcome.reward == pytest.approx(0.25) and gateway.closed == ["e1"]
+
+
+async def test_a_lost_episode_is_no_reward_and_is_closed() -> None:
+    gateway = Corridor(fail_at=2)
+    with pytest.raises(EpisodeNotFoundError):
+        await play(["go"], gateway)
+    assert gateway.closed == ["e1"]
+
+
+async def test_the_instruction_stands_after_the_first_observation_and_the_system_turn_before() -> None:
+    outcome = await play(["go"], Corridor(), instruction=" Act!", system="You are brave.")
+    prompt = qwen_like_chat().decode(outcome.sequences[0].segments[0].token_ids.tolist())
+    assert "You are brave." in prompt and "a corridor Act!" in prompt
