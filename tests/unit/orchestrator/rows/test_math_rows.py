@@ -1,0 +1,84 @@
+"""Math rows of every layout in the wild become one form, or are refused with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import DatasetError
+from services.orchestrator.rows.math import answer_text, math_row
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "answer"),
+    [
+        ({"problem": "p", "answer": "204"}, "p", "204"),
+        ({"problem": "p", "answer": 70}, "p", "70"),
+        ({"problem": "p", "answer": 27.0}, "p", "27"),
+        ({"problem": "p", "answer": -0.5}, "p", "-0.5"),
+        ({"question": "q", "answer": "so 48/2 = 24.\n#### 1,072"}, "q", "1072"),
+        ({"problem": " p ", "question": "q", "answer": r"\boxed{\frac{1}{2}}"}, "p", r"\frac{1}{2}"),
+        ({"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "12"}}, "q", "12"),
+        ({"prompt": "<｜User｜>q<｜Assistant｜>", "solutions": [r"\boxed{37}"]}, "q", "37"),
+        ({"problem": "p", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, "p", r"\left( 3, \frac{\pi}{2} \right)"),
+        ({"problem": "p", "answer": r"x \in \boxed{1} or \boxed{2} both"}, "p", r"x \in \boxed{1} or \boxed{2} both"),
+    ],
+)
+def test_layouts_are_understood(row: dict[str, Any], problem: str, answer: str) -> None:
+    assert math_row(row, "row 1") == {"problem": problem, "answer": answer}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "1"}, "no problem"),
+        ({"problem": "p"}, "no answer"),
+        ({"problem": "p", "reward_model": {"ground_truth": None}}, "must be a number or text"),
+        ({"problem": "p", "answer": True}, "must be a number or text"),
+        ({"problem": "p", "answer": ["1"]}, "is a list"),
+        ({"problem": "p", "answer": "  "}, "is empty"),
+        ({"problem": "p", "answer": float("nan")}, "finite"),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}, "end with a user message"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_place(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=message) as refused:
+        math_row(row, "file.jsonl, row 17")
+    assert "file.jsonl, row 17" in refused.value.message
+
+
+def test_a_row_whose_answer_is_null_is_left_out() -> None:
+    assert math_row({"problem": "p", "answer": None}, "row 1") is None
+
+
+@given(number=st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
+def test_a_number_keeps_its_value(number: float) -> None:
+    assert float(answer_text(number, "row 1")) == float(number)
+
+
+@pytest.mark.parametrize(
+    ("file", "rows", "first"),
+    [
+        ("aime24/test.jsonl", 30, "204"),
+        ("aime25/test.jsonl", 30, "70"),
+        ("amc23/test.jsonl", 40, "27"),
+        ("math500/test.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
+        ("gsm8k/train.jsonl", 7473, "72"),
+        ("math_train/train.jsonl", 4998, "98"),
+        ("aime_1983_2023/train.jsonl", 705, "60"),
+        ("deepscaler/sample.jsonl", 5000, "12"),
+        ("areal_rlvr_samples/rlvr_math.jsonl", 10, "37"),
+    ],
+)
+def test_every_real_row_is_read(data_root: Path, file: str, rows: int, first: str) -> None:
+    path = data_root / file
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    read = [math_row(line, f"{file}, row {number}") for number, line in enumerate(lines, start=1)]
+    normal = [row for row in read if row is not None]
+    assert len(normal) == rows and normal[0]["answer"] == first
+    assert all(row["problem"] and "<｜" not in row["problem"] for row in normal)
