@@ -65,7 +65,7 @@ def encode_answer(kind: Kind, offset: int) -> bytes:
     return _ANSWER.pack(kind, offset)
 
 
-def decode_answer(data: bytes | memoryview) -> tuple[Kind, int]:
+def decode_answer(data: bytes | bytearray) -> tuple[Kind, int]:
     """Kind and offset. Raises ``InvalidRequestError`` for anything that ``encode_answer`` does not make."""
     try:
         kind, offset = _ANSWER.unpack(data)

@@ -176,7 +176,8 @@ class BulkServer:
             data = await session.reader.read(offset, min(end - offset, self._budget.chunk_bytes))
             await self._budget.take(len(data), "bulk")
             async with deadline(self._idle_s, "room for the next frame of a bulk receiver"):
-                while not self._put(session.peer, encode_answer(Kind.DATA, offset), data):
+                # Polled: ZeroMQ does not tell when one of many receivers has room.
+                while not self._put(session.peer, encode_answer(Kind.DATA, offset), data):  # noqa: ASYNC110
                     await asyncio.sleep(_FULL_S)
             offset += len(data)
             self._drain()

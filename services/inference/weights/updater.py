@@ -157,10 +157,12 @@ class WeightUpdater:
         base = None if self._force_full else self._mirror.base
         for source in wanted.sources[:-1]:
             try:
-                return await fetch(source, self._run_id(), wanted, base)
+                fetched = await fetch(source, self._run_id(), wanted, base)
+                return fetched.payload, fetched.data
             except MillraceError as error:
                 log.warning("weights.source_failed", source=source, reason=error.reason, error=error.message)
-        return await fetch(wanted.sources[-1], self._run_id(), wanted, base)
+        fetched = await fetch(wanted.sources[-1], self._run_id(), wanted, base)
+        return fetched.payload, fetched.data
 
     def _holds(self, version: WeightVersion) -> bool:
         return self._in_engine == BaseVersion(number=version.number, digest=version.digest)

@@ -1,0 +1,272 @@
+"""Each way in which payload bytes travel, over real sockets: what arrives, what a broken one leaves, who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket as sockets
+import time
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import zmq
+import zmq.asyncio
+
+from services.common.errors import CorruptDataError, NotFoundError, OffsetOutOfRangeError
+from services.common.transfer import servicer as servicer_module
+from services.common.transfer.bulk_frames import BulkRequest, Kind, Operation, decode_answer
+from services.inference.weights.fetch import fetch, fetch_range
+from services.inference.weights.fetch_links import LinkSpeeds
+from services.inference.weights.fetch_source import WeightSource
+from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+
+SIZE = 5_300_001  # several chunks, and a rest
+WAYS = ("mapped", "bulk", "grpc")
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_brings_the_bytes_and_ends_its_lease(way: str, tmp_path: Path) -> None:
+    source = MemorySource(SIZE, tmp_path / "payload")
+    async with sending(source) as sender:
+        fetched = await fetch(sender.address, RUN, source.version, None, transports=[way])
+        assert fetched.transport == way
+        assert fetched.data == source.data.data
+        assert fetched.sources == (sender.address,)
+        async with asyncio.timeout(5):
+            while source.num_leases:
+                await asyncio.sleep(0.01)
+        assert sender.budget.num_bytes_sent == (0 if way == "mapped" else SIZE)
+
+
+async def test_the_first_way_that_both_ends_have_is_taken(tmp_path: Path) -> None:
+    with_file, without = MemorySource(SIZE, tmp_path / "payload"), MemorySource(SIZE)
+    async with sending(with_file) as sender:
+        assert (await fetch(sender.address, RUN, with_file.version, None)).transport == "mapped"
+        for transports, taken in ((["bulk", "mapped"], "bulk"), (["grpc", "mapped"], "grpc")):
+            assert (await fetch(sender.address, RUN, with_file.version, None, transports=transports)).transport == taken
+    async with sending(without) as sender:
+        assert (await fetch(sender.address, RUN, without.version, None)).transport == "bulk"
+
+
+async def test_a_file_is_offered_to_the_same_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = MemorySource(SIZE, tmp_path / "payload")
+    monkeypatch.setattr(servicer_module, "host_identity", lambda: "another host")
+    async with sending(source) as sender:
+        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+
+
+async def test_writing_into_a_mapped_payload_reaches_nobody_else(tmp_path: Path) -> None:
+    source = MemorySource(SIZE, tmp_path / "payload")
+    async with sending(source) as sender:
+        first = await fetch(sender.address, RUN, source.version, None)
+        (tmp_path / "payload").unlink()
+        first.data[:3] = b"abc"
+        assert bytes(first.data[:3]) == b"abc"
+        assert first.data[3:] == source.data.data[3:], "it outlives the name of its file"
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "directory"])
+async def test_a_file_that_is_not_what_was_offered_is_not_mapped(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "payload"
+    source = MemorySource(SIZE, path)
+    path.unlink()
+    if damage == "short":
+        path.write_bytes(bytes(SIZE))
+    elif damage == "directory":
+        path.mkdir()
+    async with sending(source) as sender:
+        fetched = await fetch(sender.address, RUN, source.version, None)
+        assert fetched.transport == "bulk"
+        assert fetched.data == source.data.data
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_range_brings_exactly_its_bytes(way: str, tmp_path: Path) -> None:
+    source = MemorySource(SIZE, tmp_path / "payload")
+    async with sending(source) as sender, WeightSource(sender.address, RUN, transports=[way]) as peer:
+        payload = await peer.payload(source.version, None)
+        for start, end in ((0, 10), (1_048_570, 3_000_000), (SIZE - 1, SIZE), (7, 7)):
+            room = bytearray(end - start)
+            offsets: list[int] = []
+            await fetch_range(peer, payload, start, end, memoryview(room), offsets.append)
+            assert room == source.data[start:end].tobytes()
+            assert offsets == sorted(offsets)
+            assert start == end or offsets[-1] == end
+        with pytest.raises((OffsetOutOfRangeError, NotFoundError, CorruptDataError)):
+            await fetch_range(peer, payload, SIZE - 1, SIZE + 5, memoryview(bytearray(6)))
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 300_000])
+async def test_sources_may_give_less_than_asked_for(piece_bytes: int) -> None:
+    source = MemorySource(1_500_000)
+    source.piece_bytes = piece_bytes
+    async with sending(source) as sender:
+        for way in ("bulk", "grpc"):
+            assert (await fetch(sender.address, RUN, source.version, None, transports=[way])).data == source.data.data
+
+
+async def test_a_bulk_transfer_that_fails_goes_on_over_grpc_at_the_same_offset() -> None:
+    source = MemorySource(SIZE)
+    source.fail_at = 2_500_000
+    async with sending(source) as sender:
+        with structlog.testing.capture_logs() as logs:
+            fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None))
+            async with asyncio.timeout(10):
+                while not [line for line in logs if line["event"] == "weights.transport_failed"]:
+                    await asyncio.sleep(0)
+            source.fail_at = None
+            fetched = await fetching
+    [line] = [line for line in logs if line["event"] == "weights.transport_failed"]
+    assert (line["transport"], line["offset"]) == ("bulk", 2_500_000)
+    assert fetched.transport == "grpc"
+    assert fetched.data == source.data.data
+    assert sender.budget.num_bytes_by_transport == {"bulk": 2_500_000, "grpc": SIZE - 2_500_000}
+
+
+async def test_a_bulk_socket_that_dies_is_noticed_at_once() -> None:
+    source = MemorySource(SIZE)
+    source.delay_s = 0.05
+    async with sending(source) as sender:
+        fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None))
+        async with asyncio.timeout(10):
+            while sender.budget.num_bytes_sent < 2_000_000:
+                await asyncio.sleep(0.01)
+        await sender.bulk.stop()
+        async with asyncio.timeout(10):  # the deadline without it is 30 s
+            fetched = await fetching
+    assert fetched.data == source.data.data
+    assert sender.budget.num_bytes_sent < 2 * SIZE, "it went on, it did not begin anew"
+
+
+async def test_a_slow_receiver_holds_a_bounded_number_of_frames() -> None:
+    source = MemorySource(40 << 20)
+    async with sending(source) as sender, WeightSource(sender.address, RUN) as peer:
+        payload = await peer.payload(source.version, None)
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        ticket = sender.bulk.tickets.give(source, payload.payload_id)
+        socket.connect(sender.bulk.endpoint)
+        try:
+            for number in range(40):  # many more than a receiver may have open, and nothing is read
+                await socket.send(
+                    BulkRequest(
+                        ticket=ticket, operation=Operation.GET, offset=number << 20, size_bytes=1 << 20
+                    ).encode()
+                )
+            await asyncio.sleep(0.3)
+            assert sender.budget.num_bytes_sent <= 40 << 20
+            kinds = []
+            async with asyncio.timeout(10):
+                while len(kinds) < 40:
+                    kinds.append(decode_answer((await socket.recv_multipart())[0])[0])
+            assert kinds.count(Kind.DATA) >= 8
+        finally:
+            socket.close(0)
+
+
+def _ask(sender: Sender, frames: list[bytes]) -> list[bytes]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = 5000
+        socket.connect(sender.bulk.endpoint)
+        socket.send_multipart(frames)
+        return socket.recv_multipart()
+
+
+GET = BulkRequest(ticket=bytes(32), operation=Operation.GET, offset=0, size_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([GET.encode()], b"NOT_FOUND"),
+        ([b""], b"INVALID_REQUEST"),
+        ([b"garbage"], b"INVALID_REQUEST"),
+        ([GET.encode(), b"more"], b"INVALID_REQUEST"),
+        ([bytes(32) + b"\xff" + bytes(12)], b"INVALID_REQUEST"),
+    ],
+)
+async def test_wrong_tickets_and_garbage_are_answered_and_harm_nobody(frames: list[bytes], reason: bytes) -> None:
+    source = MemorySource(SIZE)
+    async with sending(source) as sender:
+        answer = await asyncio.to_thread(_ask, sender, frames)
+        assert decode_answer(answer[0])[0] is Kind.ERROR
+        assert answer[1].startswith(reason)
+        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+
+
+async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> None:
+    source = MemorySource(SIZE)
+    async with sending(source, idle_s=0.3) as sender:
+        ticket = sender.bulk.tickets.give(source, f"{POLICY}:1:full:{source.manifest.digest}")
+
+        def get(offset: int, size: int) -> list[bytes]:
+            request = BulkRequest(ticket=ticket, operation=Operation.GET, offset=offset, size_bytes=size)
+            return _ask(sender, [request.encode()])
+
+        head, data = await asyncio.to_thread(get, 5, 100)
+        assert (decode_answer(head), data) == ((Kind.DATA, 5), source.data[5:105].tobytes())
+        for offset, size in ((SIZE, 1), (SIZE - 1, 2), (0, 2 << 20), (0, 0), ((1 << 64) - 1, 10)):
+            answer = await asyncio.to_thread(get, offset, size)
+            assert decode_answer(answer[0])[0] is Kind.ERROR
+        await asyncio.sleep(0.5)
+        answer = await asyncio.to_thread(get, 0, 10)
+        assert answer[1].startswith(b"NOT_FOUND")
+        async with asyncio.timeout(5):
+            while source.num_leases:
+                await asyncio.sleep(0.05)
+
+
+async def test_bytes_that_are_no_zeromq_at_all_harm_nobody() -> None:
+    source = MemorySource(SIZE)
+    async with sending(source) as sender:
+        port = int(sender.bulk.endpoint.rpartition(":")[2])
+        with sockets.create_connection(("127.0.0.1", port), timeout=5) as raw:
+            raw.sendall(secrets.token_bytes(100_000))
+        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+
+
+async def test_a_receiver_that_gives_up_leaves_no_session_and_no_lease() -> None:
+    source = MemorySource(SIZE)
+    source.delay_s = 0.05
+    async with sending(source, idle_s=0.5) as sender:
+        for way in ("bulk", "grpc"):
+            fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None, transports=[way]))
+            await asyncio.sleep(0.15)
+            assert source.num_leases == 1
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+            async with asyncio.timeout(5):
+                while source.num_leases or sender.bulk.num_sessions:
+                    await asyncio.sleep(0.02)
+
+
+async def test_all_ways_of_one_sender_share_its_rate() -> None:
+    source = MemorySource(1 << 20)
+    async with sending(source, bytes_per_s=8 << 20) as sender:
+        began = time.monotonic()
+        ways = ("bulk", "grpc", "bulk", "grpc")
+        fetched = await asyncio.gather(
+            *(fetch(sender.address, RUN, source.version, None, transports=[way]) for way in ways)
+        )
+        assert time.monotonic() - began >= 0.35, "4 MiB at 8 MiB/s, less the burst"
+        assert all(one.data == source.data.data for one in fetched)
+
+
+async def test_the_receiver_tells_how_fast_the_link_was() -> None:
+    source = MemorySource(SIZE)
+    links = LinkSpeeds()
+    seen: list[float] = []
+    plain = source.payload
+
+    def payload(request):  # type: ignore[no-untyped-def]
+        seen.append(request.link_bytes_per_s)
+        return plain(request)
+
+    source.payload = payload  # type: ignore[method-assign]
+    async with sending(source) as sender:
+        for _ in range(2):
+            await fetch(sender.address, RUN, source.version, None, links=links)
+        assert seen[0] == 0
+        assert seen[1] == pytest.approx(links.bytes_per_s(sender.address), rel=10)
+        assert seen[1] > 1e6
