@@ -12,6 +12,7 @@ import torch
 
 from services.common.models import named_weights
 from services.inference.engine.torch_engine import TorchEngine
+from services.inference.engine.weight_update import WeightUpdate
 from tests.unit.inference.conftest import build_model, make_prompt, make_request, perturbed
 
 pytestmark = [
@@ -40,7 +41,9 @@ async def test_logprobs_on_a_gpu_equal_a_forward_pass_before_and_after_an_update
         before = await asyncio.gather(
             *(engine.generate(make_request(p, seed=i, max_new_tokens=32)) for i, p in enumerate(prompts))
         )
-        await engine.update({name: tensor.clone() for name, tensor in named_weights(later).items()}, version=1)
+        await engine.update(
+            WeightUpdate.full({name: tensor.clone() for name, tensor in named_weights(later).items()}, 1)
+        )
         after = await asyncio.gather(
             *(engine.generate(make_request(p, seed=i, max_new_tokens=32)) for i, p in enumerate(prompts))
         )

@@ -36,8 +36,8 @@ log = structlog.get_logger()
 
 BULK_FROM_BYTES = 4 << 20  # below it, opening another connection takes longer than it saves
 
-_HIGH_WATER = 1024  # frames per receiver inside ZeroMQ; its open requests bound their bytes
-_FULL_S = 0.01  # before another try when that many wait
+_HIGH_WATER = 2 * WINDOW  # frames per receiver inside ZeroMQ, also of one that asks for more than it may
+_FULL_S = 0.002  # before another try when that many wait
 _DRAIN_AT_ONCE = 64  # requests read before others get their turn on the event loop
 
 

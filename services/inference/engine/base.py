@@ -10,11 +10,11 @@ log-probability equals a plain forward pass of the version named on its segment.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from services.common.types import Sampling, Segment
+from services.inference.engine.weight_update import WeightUpdate
 
 
 class FinishReason(enum.StrEnum):
@@ -82,11 +82,11 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def update(self, weights: Mapping[str, Any], version: int) -> float:
-        """Load host tensors by Hugging Face name (tied weights once); returns seconds that decoding stood still.
+    async def update(self, update: WeightUpdate) -> float:
+        """Take another version, in place; returns seconds that decoding stood still.
 
         Atomic between two decoding steps: no token is ever computed from a mixture. ``ModelMismatchError`` for a
-        missing name or another shape, before anything changes.
+        missing name or another shape, before anything changes. The arrays of the update may change once it returned.
         """
         ...
 

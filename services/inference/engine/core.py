@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from services.common.types import Segment
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.batching import bucket_bounds, plan_moves
 from services.inference.engine.decoder import Bucket, Decoder
+from services.inference.engine.in_place import PreparedUpdate
 from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
 from services.inference.engine.sampler import sample
 from services.inference.engine.slots import MIN_SHARED, SlotTable
@@ -110,11 +111,11 @@ class Core:
     def flush(self) -> None:
         self.table.forget()
 
-    def update(self, weights: Mapping[str, Any], version: int) -> float:
-        """Load checked weights; live rows go on under them. Returns the seconds that it took."""
+    def update(self, prepared: PreparedUpdate) -> float:
+        """Write a prepared version; live rows go on under it. Returns the seconds that it took."""
         started = time.perf_counter()
-        self.decoder.load(weights)
-        self.version = version
+        self.decoder.load(prepared)
+        version = self.version = prepared.version
         table = self.table
         table.forget()
         live = np.flatnonzero(table.live)

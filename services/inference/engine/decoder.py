@@ -10,7 +10,7 @@ sequence is always left to ``decode``), ``decode`` feeds one token to each slot 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from services.common.errors import ModelMismatchError
-from services.common.models import check_weights_match, named_weights
+from services.common.models import named_weights
+from services.inference.engine.in_place import PreparedUpdate, prepare
 from services.inference.engine.kv_cache import KvCache
+from services.inference.engine.weight_update import WeightUpdate
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -82,14 +84,13 @@ class Decoder:
             device=self.device,
         )
 
-    def check(self, weights: Mapping[str, Any]) -> None:
-        check_weights_match(self.weights, weights)
+    def prepare(self, update: WeightUpdate) -> PreparedUpdate:
+        """From any thread. ``ModelMismatchError`` when the update is not for this model."""
+        return prepare(update, self.weights)
 
-    def load(self, weights: Mapping[str, Any]) -> None:
-        """Copy into the existing tensors, converting the dtype. ``check`` has passed, so nothing fails half-way."""
-        for name, own in self.weights.items():
-            tensor = weights[name]
-            own.copy_(tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor))
+    def load(self, prepared: PreparedUpdate) -> None:
+        """Write into the existing tensors. What could be wrong with it, ``prepare`` has refused."""
+        prepared.apply()
         for layer in self._layers:
             self._refresh(layer)
 

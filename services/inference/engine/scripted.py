@@ -26,6 +26,7 @@ from services.common.models import check_weights_match
 from services.common.types import Logprobs, Segment, TokenIds
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.requests import check_request
+from services.inference.engine.weight_update import WeightUpdate
 
 Script = Callable[[GenerationRequest], Sequence[int] | npt.NDArray[np.integer[Any]]]
 
@@ -138,10 +139,10 @@ class ScriptedEngine:
             self._paused_at = None
             self._wake()
 
-    async def update(self, weights: Mapping[str, Any], version: int) -> float:
-        if self._shapes is not None:
-            check_weights_match(self._shapes, weights)
-        self._version = version
+    async def update(self, update: WeightUpdate) -> float:
+        if self._shapes is not None and update.complete:
+            check_weights_match(self._shapes, update.whole)
+        version = self._version = update.version
         for entry in self._running:
             emitted = self._num_emitted(entry)
             entry.marks.append((emitted, version, self._kv_policy is KvPolicy.KEEP))

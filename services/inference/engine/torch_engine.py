@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import structlog
@@ -28,6 +28,7 @@ from services.inference.engine.core import Core, Counters, Entry
 from services.inference.engine.decoder import Decoder
 from services.inference.engine.requests import check_request
 from services.inference.engine.slots import SlotTable
+from services.inference.engine.weight_update import WeightUpdate
 
 log = structlog.get_logger(__name__)
 
@@ -95,9 +96,10 @@ class TorchEngine:
     async def resume(self) -> None:
         await self._call("resume", lambda: self._set_paused(False))
 
-    async def update(self, weights: Mapping[str, Any], version: int) -> float:
-        self._core.decoder.check(weights)
-        return await self._call("update", lambda: self._core.update(weights, version))
+    async def update(self, update: WeightUpdate) -> float:
+        # In another thread: casting and moving need not stop decoding.
+        prepared = await asyncio.to_thread(self._core.decoder.prepare, update)
+        return await self._call("update", lambda: self._core.update(prepared))
 
     async def flush(self) -> None:
         await self._call("flush", self._core.flush)

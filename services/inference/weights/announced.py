@@ -9,6 +9,7 @@ import asyncio
 
 from services.common.types import WeightVersion
 from services.inference.engine.base import Engine
+from services.inference.engine.weight_update import WeightUpdate
 
 
 class AnnouncedVersions:
@@ -39,5 +40,5 @@ class AnnouncedVersions:
             await self._changed.wait()
             self._changed.clear()
             wanted = self._wanted
-            await self._engine.update({}, wanted.number)
+            await self._engine.update(WeightUpdate(version=wanted.number, complete=False))
             self._held = WeightVersion(policy=wanted.policy, number=wanted.number, digest=wanted.digest)

@@ -52,6 +52,7 @@ class BulkTransport:
             raise InfrastructureError(f"bulk data from {self._source} at {self._endpoint}: {error}") from None
         finally:
             socket.disable_monitor()
+            monitor.close(0)
             socket.close(_BYE_LINGER_MS)
 
     async def _receive(self, socket: Socket, monitor: Socket, wanted: ByteRange) -> None:

@@ -109,6 +109,8 @@ class WeightSource:
 
     async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
         """Fill the range. Raises what the last way raised, or ``CorruptDataError`` at once."""
+        if wanted.end > payload.size_bytes:
+            raise ValueError(f"bytes up to {wanted.end} of a payload of {payload.size_bytes}")
         for way in self._ways(payload):
             began, first = time.monotonic(), wanted.offset
             try:

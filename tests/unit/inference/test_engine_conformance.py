@@ -16,6 +16,7 @@ from services.common.errors import (
 )
 from services.inference.engine.base import Engine, FinishReason
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
+from services.inference.engine.weight_update import WeightUpdate
 
 from .conftest import VOCAB, build_model, make_prompt, make_request
 
@@ -138,7 +139,7 @@ async def test_pause_stops_tokens_and_resume_goes_on(engine: Engine) -> None:
 async def test_an_update_splits_segments_and_keeps_the_budget(engine: Engine) -> None:
     pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=500)))
     await until_tokens(engine, 10)
-    assert await engine.update(weights_of(engine), 7) >= 0
+    assert await engine.update(WeightUpdate.full(weights_of(engine), 7)) >= 0
     generation = await pending
     assert [s.weight_version for s in generation.segments] == [0, 7]
     assert all(s.num_tokens for s in generation.segments)
@@ -150,9 +151,9 @@ async def test_an_update_of_other_weights_is_refused(engine: Engine) -> None:
     weights = weights_of(engine)
     weights["model.norm.weight"] = Shape(65)
     with pytest.raises(ModelMismatchError, match=r"model\.norm\.weight has shape \(65,\), the model \(64,\)"):
-        await engine.update(weights, 1)
+        await engine.update(WeightUpdate.full(weights, 1))
     with pytest.raises(ModelMismatchError, match="missing: model"):
-        await engine.update({}, 1)
+        await engine.update(WeightUpdate.full({}, 1))
     assert engine.version == 0
 
 

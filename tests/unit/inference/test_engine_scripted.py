@@ -13,6 +13,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
+from services.inference.engine.weight_update import WeightUpdate
 
 from .conftest import make_prompt, make_request
 
@@ -90,7 +91,7 @@ async def test_a_kept_cache_is_marked() -> None:
     engine = await started(lambda request: [1] * 100, tokens_per_second=1000, kv_policy=KvPolicy.KEEP)
     pending = asyncio.ensure_future(engine.generate(make_request([0], max_new_tokens=100)))
     await asyncio.sleep(0.03)
-    await engine.update({}, 4)
+    await engine.update(WeightUpdate.full({}, 4))
     generation = await pending
     assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (4, True)]
 

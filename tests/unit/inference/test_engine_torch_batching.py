@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from services.inference.engine.base import FinishReason  # noqa: E402
+from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
 
 from .conftest import Launch, StepGate, build_model, make_prompt, make_request, perturbed  # noqa: E402
 from .test_engine_torch_exact import TOLERANCE, max_gap  # noqa: E402
@@ -102,7 +103,7 @@ async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch:
     async def updates() -> None:
         for version in (1, 2, 3):
             await asyncio.sleep(0.15)
-            await engine.update(named_weights(models[version]), version)
+            await engine.update(WeightUpdate.full(named_weights(models[version]), version))
 
     await asyncio.gather(updates(), *(conversation(i) for i in range(60)))
     assert engine.health().running == 0

@@ -16,6 +16,7 @@ from services.common.errors import ModelMismatchError  # noqa: E402
 from services.common.models import named_weights  # noqa: E402
 from services.common.types import Segment  # noqa: E402
 from services.inference.engine.base import FinishReason, Generation, KvPolicy  # noqa: E402
+from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
 
 from .conftest import VOCAB, Launch, StepGate, build_model, make_prompt, make_request, perturbed, reference_logprobs  # noqa: E402
 
@@ -101,7 +102,7 @@ async def test_logprobs_are_exact_before_and_after_an_update_in_mid_generation(l
         asyncio.ensure_future(engine.generate(make_request(p, seed=i, max_new_tokens=30)))
         for i, p in enumerate(prompts)
     ]
-    stall = await gate.run(engine.update(named_weights(new), 1))
+    stall = await gate.run(engine.update(WeightUpdate.full(named_weights(new), 1)))
     assert stall > 0
     assert engine.version == 1
     for prompt, generation in zip(prompts, await asyncio.gather(*pending), strict=True):
@@ -122,7 +123,7 @@ async def test_kept_cache_is_marked_and_never_reused(launch: Launch) -> None:
     engine = await launch(old, on_tokens=gate, kv_policy=KvPolicy.KEEP)
     prompt = make_prompt(40)
     pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=30)))
-    await gate.run(engine.update(named_weights(new), 1))
+    await gate.run(engine.update(WeightUpdate.full(named_weights(new), 1)))
     generation = await pending
     assert [s.mixed_cache for s in generation.segments] == [False, True]
     assert max_gap(new, prompt, generation, generation.segments[1]) > 100 * TOLERANCE
@@ -139,7 +140,7 @@ async def test_cached_prefixes_die_with_their_version(launch: Launch) -> None:
     engine = await launch(old)
     prompt = make_prompt(40)
     await engine.generate(make_request(prompt, max_new_tokens=10))
-    await engine.update(named_weights(new), 1)
+    await engine.update(WeightUpdate.full(named_weights(new), 1))
     generation = await engine.generate(make_request(prompt, max_new_tokens=10))
     assert engine.counters.reused == 0
     assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
@@ -153,8 +154,10 @@ async def test_updates_one_after_another_give_one_segment_each(launch: Launch) -
     prompt = make_prompt(30)
     pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=60)))
     await gate.run(engine.pause())
-    await engine.update(named_weights(models[1]), 1)  # nothing is sampled under version 1: no empty segment
-    await engine.update(named_weights(models[2]), 2)
+    await engine.update(
+        WeightUpdate.full(named_weights(models[1]), 1)
+    )  # nothing is sampled under version 1: no empty segment
+    await engine.update(WeightUpdate.full(named_weights(models[2]), 2))
     await engine.resume()
     generation = await pending
     assert [s.weight_version for s in generation.segments] == [0, 2]
@@ -175,7 +178,7 @@ async def test_a_wrong_update_changes_nothing(launch: Launch, fault: str) -> Non
         case "unexpected":
             weights["model.layers.9.mlp.up_proj.weight"] = weights[last]
     with pytest.raises(ModelMismatchError, match=r"lm_head\.weight|layers\.9"):
-        await engine.update(weights, 1)
+        await engine.update(WeightUpdate.full(weights, 1))
     assert engine.version == 0
     prompt = make_prompt(10)
     generation = await engine.generate(make_request(prompt, max_new_tokens=10))
@@ -192,7 +195,7 @@ async def test_weights_of_the_other_dtype_are_converted(launch: Launch, engine_d
     for name, tensor in named_weights(reference).items():
         tensor.copy_(weights[name].to(torch.bfloat16))
     engine = await launch(model.to(engine_dtype))
-    await engine.update(weights, 1)
+    await engine.update(WeightUpdate.full(weights, 1))
     prompt = make_prompt(20)
     generation = await engine.generate(make_request(prompt, max_new_tokens=10))
     assert max_gap(reference, prompt, generation, generation.segments[0]) <= tolerance
@@ -205,7 +208,7 @@ async def test_the_model_handed_over_stays_in_step_with_the_engine() -> None:
     model = build_model("qwen2")
     new = perturbed(model)
     decoder = Decoder(model, num_slots=1, context_length=32)
-    decoder.load(named_weights(new))
+    decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
     prompt = make_prompt(9)
     assert torch.equal(reference_logprobs(model, prompt, 1), reference_logprobs(new, prompt, 1))
 
@@ -227,9 +230,9 @@ async def test_logits_that_are_not_finite_fail_the_request_and_leave_no_trace(la
     engine = await launch(model, num_slots=1)
     prompt = make_prompt(30)
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in named_weights(model).items()}
-    await engine.update(broken, 1)
+    await engine.update(WeightUpdate.full(broken, 1))
     with pytest.raises(InfrastructureError, match="version 1"):
         await engine.generate(make_request(prompt, max_new_tokens=5))
-    await engine.update(named_weights(model), 2)
+    await engine.update(WeightUpdate.full(named_weights(model), 2))
     generation = await engine.generate(make_request(prompt[:3], max_new_tokens=10))
     assert max_gap(model, prompt[:3], generation, generation.segments[0]) <= TOLERANCE

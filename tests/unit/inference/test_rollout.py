@@ -17,6 +17,7 @@ from services.common.errors import (
     WeightsStaleError,
 )
 from services.common.types import Task
+from services.inference.engine.weight_update import WeightUpdate
 from services.inference.policies import ServedPolicy
 from services.inference.rollout import RolloutPlayer
 from services.inference.workflows.base import Outcome, Workflow, WorkflowContext
@@ -209,7 +210,7 @@ async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come
     player.play(order)
     await player.wait_until_idle()
     assert [f.reason for f in records.failures] == [WeightsStaleError.reason]
-    await policy.engine.update({}, 3)
+    await policy.engine.update(WeightUpdate.full({}, 3))
     assert player.play(order) == 1
     await player.wait_until_idle()
     assert len(records.trajectories) == 1
@@ -217,7 +218,7 @@ async def test_an_evaluation_on_another_version_is_refused_as_stale_and_may_come
 
 async def test_an_evaluation_that_saw_a_swap_is_stale() -> None:
     async def swap(context: WorkflowContext) -> None:
-        await policy.engine.update({}, 4)
+        await policy.engine.update(WeightUpdate.full({}, 4))
 
     player, records, _, policy = await make_player(swap)
     player.play(make_order(indices=(0,), required_versions={"model0": 0}))

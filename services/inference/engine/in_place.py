@@ -1,0 +1,136 @@
+"""Changing a model's weights where they lie: everything is prepared beside, so that the pause is only the writing.
+
+    prepare (any thread)  check names and shapes, cast values to the model's type, move them to its device
+    apply (engine thread) scatter what changed, copy what is whole
+
+Knows nothing about requests, versions or caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.common.errors import ModelMismatchError
+from services.common.models import check_weights_match
+from services.common.weights.codec import ChunkChange
+from services.common.weights.dtypes import Bits, element_type
+from services.inference.engine.weight_update import WeightUpdate
+
+# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and has no bfloat16.
+_SIGNED = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class _HostScatter:
+    """Elements of one tensor in host memory, through an array that shares it."""
+
+    target: npt.NDArray[np.signedinteger[Any]]  # flat
+    positions: npt.NDArray[np.intp]
+    values: npt.NDArray[np.signedinteger[Any]]
+
+    def apply(self) -> None:
+        self.target[self.positions] = self.values
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceScatter:
+    """Elements of one tensor on a device, positions and values moved there already."""
+
+    target: torch.Tensor  # flat
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    def apply(self) -> None:
+        self.target.index_copy_(0, self.positions, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive elements of one tensor, or all of it."""
+
+    target: torch.Tensor
+    values: torch.Tensor
+
+    def apply(self) -> None:
+        self.target.copy_(self.values)
+
+
+_Write = _HostScatter | _DeviceScatter | _Run
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """Ready to be written."""
+
+    version: int
+    writes: Sequence[_Write]
+
+    def apply(self) -> None:
+        for write in self.writes:
+            write.apply()
+
+
+def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
+    """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
+    if update.complete:
+        check_weights_match(weights, update.whole)
+    else:
+        _check_part(update, weights)
+    writes: list[_Write] = []
+    for name, tensor in update.whole.items():
+        values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
+        writes.append(_Run(weights[name], values))
+    for name, changes in update.changes.items():
+        writes.extend(_writes(weights[name], changes, update.dtype))
+    return PreparedUpdate(update.version, writes)
+
+
+def _writes(own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> list[_Write]:
+    flat = own.view(-1)
+    runs: list[_Write] = [
+        _Run(flat[change.start : change.start + len(change.values)], _cast(change.values, dtype, own))
+        for change in changes
+        if change.positions is None
+    ]
+    scattered = [change for change in changes if change.positions is not None]
+    if not scattered:
+        return runs
+    positions = np.concatenate(
+        [change.positions + change.start for change in scattered if change.positions is not None]
+    )
+    values = _cast(np.concatenate([change.values for change in scattered]), dtype, own)
+    if own.device.type != "cpu":
+        return [*runs, _DeviceScatter(flat, torch.from_numpy(positions).to(own.device), values)]
+    signed = _SIGNED[own.element_size()]
+    return [*runs, _HostScatter(flat.view(signed).numpy(), positions, values.view(signed).numpy())]
+
+
+def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:
+    """Bits of the published type as values of the model's type, on its device."""
+    published: torch.dtype = getattr(torch, dtype)
+    signed = np.ascontiguousarray(bits).view(f"i{element_type(dtype).size_bytes}")
+    if not signed.flags.writeable:
+        signed = signed.copy()  # a view of received bytes: torch wants memory that may be written
+    return torch.from_numpy(signed).view(published).to(device=own.device, dtype=own.dtype)
+
+
+def _check_part(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> None:
+    unknown = [name for name in (*update.whole, *update.changes) if name not in weights]
+    if unknown:
+        raise ModelMismatchError(f"weights of the update do not match the model: unexpected: {', '.join(unknown[:4])}")
+    check_weights_match({name: weights[name] for name in update.whole}, update.whole)
+    for name, changes in update.changes.items():
+        size = weights[name].numel()
+        for change in changes:
+            last = len(change.values) if change.positions is None else int(change.positions[-1]) + 1
+            if change.start + last > size:
+                raise ModelMismatchError(
+                    f"weights of the update do not match the model: {name} has {size} elements, "
+                    f"the update changes element {change.start + last - 1}"
+                )

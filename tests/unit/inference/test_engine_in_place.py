@@ -1,0 +1,83 @@
+"""Changing weights in place gives exactly the model that loading the whole version gives, whatever the types."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from services.common.errors import ModelMismatchError  # noqa: E402
+from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor  # noqa: E402
+from services.common.weights.dtypes import Bits  # noqa: E402
+from services.inference.engine.in_place import prepare  # noqa: E402
+from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
+
+SIGNED = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
+
+
+def bits_of(tensor: torch.Tensor, dtype: str) -> Bits:
+    kind = np.uint32 if dtype == "float32" else np.uint16
+    bits: Bits = tensor.to(getattr(torch, dtype)).contiguous().view(-1).view(SIGNED[dtype]).numpy().view(kind).copy()
+    return bits
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("published", ["float32", "bfloat16", "float16"])
+@settings(max_examples=15, deadline=None)
+@given(share=st.sampled_from([0.0, 0.01, 0.3, 1.0]), seed=st.integers(0, 99))
+def test_changes_in_place_equal_the_whole_tensor(published: str, own: str, share: float, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    old = torch.randn(40, 30, generator=draw).to(getattr(torch, published))
+    step = torch.randn(40, 30, generator=draw) * (torch.rand(40, 30, generator=draw) < share)
+    new = (old.float() + step).to(getattr(torch, published))
+    coded = encode_tensor(bits_of(old, published), bits_of(new, published), published)
+    changes = list(decode_tensor(bits_of(old, published), coded, published))
+    in_place, whole = ({"w": old.to(getattr(torch, own))} for _ in range(2))
+    prepare(WeightUpdate(version=1, changes={"w": changes}, dtype=published, complete=False), in_place).apply()
+    prepare(WeightUpdate.full({"w": new}, 1), whole).apply()
+    assert torch.equal(in_place["w"], whole["w"])
+
+
+def test_chunks_behind_the_first_are_written_where_they_belong() -> None:
+    weights = {"w": torch.zeros(CHUNK_ELEMENTS + 8)}
+    values = np.array([1.0, 2.0], dtype=np.float32).view(np.uint32)
+    far = ChunkChange(start=CHUNK_ELEMENTS, positions=np.array([0, 7]), values=values, num_changes=2)
+    run = ChunkChange(start=CHUNK_ELEMENTS + 2, positions=None, values=values, num_changes=2)
+    prepare(WeightUpdate(version=1, changes={"w": [far, run]}, dtype="float32", complete=False), weights).apply()
+    assert weights["w"][CHUNK_ELEMENTS:].tolist() == [1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 2.0]
+    assert weights["w"][:CHUNK_ELEMENTS].count_nonzero() == 0
+
+
+def test_what_is_not_named_stays_as_it_is() -> None:
+    weights = {"a": torch.ones(3), "b": torch.ones(3)}
+    prepare(WeightUpdate(version=1, whole={"a": torch.zeros(3)}, complete=False), weights).apply()
+    assert weights["a"].tolist() == [0.0] * 3 and weights["b"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (WeightUpdate.full({"w": torch.zeros(4)}, 1), "missing: v"),
+        (WeightUpdate(version=1, whole={"x": torch.zeros(4)}, complete=False), "unexpected: x"),
+        (WeightUpdate(version=1, whole={"w": torch.zeros(5)}, complete=False), "other shape: w"),
+        (
+            WeightUpdate(
+                version=1,
+                changes={
+                    "w": [ChunkChange(start=0, positions=np.array([4]), values=np.zeros(1, np.uint32), num_changes=1)]
+                },
+                dtype="float32",
+                complete=False,
+            ),
+            "changes element 4",
+        ),
+    ],
+)
+def test_an_update_for_another_model_is_refused_before_anything_changes(update: WeightUpdate, message: str) -> None:
+    weights = {"w": torch.ones(4), "v": torch.ones(4)}
+    with pytest.raises(ModelMismatchError, match=message):
+        prepare(update, weights)
+    assert weights["w"].tolist() == [1.0] * 4
