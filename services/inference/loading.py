@@ -13,7 +13,7 @@ from services.common.chat import Chat
 from services.common.config.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.rpc.run_client import RunSettings
-from services.common.types import WeightVersion
+from services.common.types import WeightTransfer, WeightVersion
 from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
@@ -29,6 +29,7 @@ class WeightsFollower(Protocol):
     def offer(self, version: WeightVersion) -> None: ...
     def held(self) -> WeightVersion: ...
     def gauges(self) -> dict[str, float]: ...
+    def take_transfers(self) -> tuple[WeightTransfer, ...]: ...
     async def run(self) -> None: ...
 
 
@@ -71,6 +72,7 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
 
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.torch_engine import TorchEngine
+    from services.inference.weights.fetch_any import SourceFetcher
     from services.inference.weights.mirror import Mirror
     from services.inference.weights.updater import WeightUpdater
 
@@ -96,4 +98,5 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
         on_tokens=on_tokens,
     )
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length)
-    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, lambda: settings.run_id))
+    fetcher = SourceFetcher(lambda: settings.run_id, section.weights.transports)
+    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, fetcher))

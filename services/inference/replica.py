@@ -88,6 +88,7 @@ class Replica:
             num_generated_tokens=sum(h.generated_tokens for h in health),
             emission_intervals=tuple(self._emissions.take()),
             gauges=gauges,
+            weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
         )
 
     async def watch_engines(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.types import WeightVersion
+from services.common.types import WeightTransfer, WeightVersion
 from services.inference.engine.base import Engine
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -33,6 +33,10 @@ class AnnouncedVersions:
 
     def gauges(self) -> dict[str, float]:
         return {"weights_version": float(self._held.number)}
+
+    def take_transfers(self) -> tuple[WeightTransfer, ...]:
+        """Nothing is transferred."""
+        return ()
 
     async def run(self) -> None:
         """Follow the offers. No deadline: it waits for the next version as long as the replica lives."""

@@ -1,46 +1,59 @@
 """Keeps one policy's engine on the newest version: fetch and verify while generating, then change between two steps.
 
-Only the newest announced version is fetched; older ones are skipped. Whatever goes wrong, the replica keeps serving
-what it holds, says why, and tries again: the next source, then after a pause, then in full.
+    offer -> fetch -> verify beside the mirror -> write the mirror -> engine, between two decoding steps
+                '------------ whatever goes wrong: keep serving, say why, try again, in full -----------'
+
+Only the newest announced version is fetched; older ones are skipped. The engine gets what changed when it stands on the
+delta's base, and the whole mirror otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import structlog
 
 from services.common.aio import backoff
-from services.common.errors import InfrastructureError, MillraceError
-from services.common.types import WeightVersion
-from services.common.weights.manifest import BaseVersion, Payload
+from services.common.errors import MillraceError
+from services.common.types import WeightTransfer, WeightVersion
+from services.common.weights.manifest import BaseVersion, Manifest
 from services.inference.engine.base import Engine
-from services.inference.weights.fetch import fetch
-from services.inference.weights.mirror import Mirror, Verified
+from services.inference.engine.weight_update import WeightUpdate
+from services.inference.weights.fetch import Fetched
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.verify import Verified
 
 log = structlog.get_logger()
 
+_KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """One version that arrived, stage by stage."""
 
-    version: int
-    mode: str  # full or delta
-    num_bytes: int
-    num_changes: int
-    fetch_s: float
-    verify_s: float
-    write_s: float
-    pause_s: float  # that decoding stood still
+class Fetcher(Protocol):
+    """Brings a payload, from whoever has it."""
 
-    @property
-    def bits_per_change(self) -> float:
-        return 8 * self.num_bytes / self.num_changes if self.num_changes else 0.0
+    async def fetch(self, wanted: WeightVersion, base: BaseVersion | None) -> Fetched:
+        """A delta from ``base``, or the full snapshot. Raises a ``MillraceError`` that says why not."""
+        ...
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What is known of a transfer so far."""
+
+    record: WeightTransfer
+    began: float
+
+    def stage(self, name: str, **facts: Any) -> None:
+        """A stage has ended now."""
+        now = time.monotonic()
+        known: dict[str, Any] = {name: now - self.began, **facts}
+        self.record = replace(self.record, **known)
+        self.began = now
 
 
 class WeightUpdater:
@@ -50,18 +63,19 @@ class WeightUpdater:
         self,
         mirror: Mirror,
         engine: Engine,
-        run_id: Callable[[], str],
+        fetcher: Fetcher,
         host_tensors: Callable[[Mirror], Mapping[str, Any]] = Mirror.host_tensors,
     ) -> None:
         self._mirror = mirror
         self._engine = engine
-        self._run_id = run_id
+        self._fetcher = fetcher
         self._host_tensors = host_tensors
         self._wanted: WeightVersion | None = None
         self._changed = asyncio.Event()
         self._in_engine: BaseVersion | None = mirror.base
         self._force_full = False
-        self.last: Transfer | None = None
+        self._transfers: deque[WeightTransfer] = deque(maxlen=_KEPT_TRANSFERS)
+        self.last: WeightTransfer | None = None  # that arrived
         self.num_failures = 0
 
     def offer(self, version: WeightVersion) -> None:
@@ -77,17 +91,22 @@ class WeightUpdater:
             return WeightVersion(policy=self._mirror.policy, number=-1, digest="")
         return WeightVersion(policy=self._mirror.policy, number=self._in_engine.number, digest=self._in_engine.digest)
 
+    def take_transfers(self) -> tuple[WeightTransfer, ...]:
+        """Transfers that ended since the last call, failed ones included."""
+        taken = tuple(self._transfers)
+        self._transfers.clear()
+        return taken
+
     def gauges(self) -> dict[str, float]:
         """For the replica's report."""
-        last = self.last
         known = {"weights_failures": float(self.num_failures)}
-        if last is not None:
+        if self.last is not None:
             known |= {
-                "weights_version": float(last.version),
-                "weights_bytes": float(last.num_bytes),
-                "weights_bits_per_change": last.bits_per_change,
-                "weights_fetch_s": last.fetch_s,
-                "swap_pause_s": last.pause_s,
+                "weights_version": float(self.last.version),
+                "weights_bytes": float(self.last.payload_size_bytes),
+                "weights_bits_per_change": self.last.bits_per_change,
+                "weights_fetch_s": self.last.fetch_s,
+                "swap_pause_s": self.last.pause_s,
             }
         return known
 
@@ -100,12 +119,14 @@ class WeightUpdater:
             wanted = self._wanted
             if wanted is None or self._holds(wanted):
                 continue
+            attempt = _Attempt(self._record(wanted), time.monotonic())
             try:
-                await self._take(wanted)
+                await self._take(wanted, attempt)
                 delays = backoff(0.2)
             except MillraceError as error:
                 self.num_failures += 1
                 self._force_full = True  # whatever was wrong with the delta, the snapshot does not depend on it
+                self._transfers.append(replace(attempt.record, error=f"{error.reason}: {error.message}"))
                 delay = next(delays)
                 log.warning(
                     "weights.kept_old",
@@ -119,50 +140,75 @@ class WeightUpdater:
                 await asyncio.sleep(delay)
                 self._changed.set()
 
-    async def _take(self, wanted: WeightVersion) -> None:
-        began = time.monotonic()
-        payload, data = await self._fetch(wanted)
-        fetched = time.monotonic()
-        verified: Verified = await asyncio.to_thread(self._mirror.verify, payload, data)
-        checked = time.monotonic()
-        # The mirror's arrays are what the engine copies from, so both change while the engine keeps its old copy.
-        await asyncio.to_thread(self._mirror.write, verified)
-        written = time.monotonic()
-        pause_s = await self._engine.update(self._host_tensors(self._mirror), wanted.number)
-        self._in_engine = BaseVersion(number=wanted.number, digest=wanted.digest)
+    async def _take(self, wanted: WeightVersion, attempt: _Attempt) -> None:
+        wanted_base = BaseVersion(number=wanted.number, digest=wanted.digest)
+        if self._mirror.base == wanted_base:  # the engine failed to follow the last time
+            update = self._whole(wanted.number)
+        else:
+            verified, from_base = await self._into_mirror(wanted, attempt)
+            changes_do = from_base is not None and from_base == self._in_engine and _one_type(verified.manifest)
+            update = _changes(verified) if changes_do else self._whole(wanted.number)
+        pause_s = await self._engine.update(update)
+        attempt.record = replace(attempt.record, pause_s=pause_s)
+        self._in_engine = wanted_base
         self._force_full = False
-        self.last = Transfer(
-            version=wanted.number,
-            mode=payload.encoding.value,
-            num_bytes=payload.size_bytes,
-            num_changes=verified.num_changes,
-            fetch_s=fetched - began,
-            verify_s=checked - fetched,
-            write_s=written - checked,
-            pause_s=pause_s,
-        )
+        self.last = attempt.record
+        self._transfers.append(attempt.record)
         log.info(
             "weights.updated",
             policy=wanted.policy,
             version=wanted.number,
-            mode=self.last.mode,
-            size_bytes=payload.size_bytes,
-            fetch_s=round(self.last.fetch_s, 4),
+            mode=attempt.record.encoding,
+            transport=attempt.record.transport,
+            size_bytes=attempt.record.payload_size_bytes,
+            fetch_s=round(attempt.record.fetch_s, 4),
             pause_s=round(pause_s, 5),
         )
 
-    async def _fetch(self, wanted: WeightVersion) -> tuple[Payload, memoryview]:
-        if not wanted.sources:
-            raise InfrastructureError(f"nobody serves version {wanted.number} of {wanted.policy} yet")
+    async def _into_mirror(self, wanted: WeightVersion, attempt: _Attempt) -> tuple[Verified, BaseVersion | None]:
+        """Returns what changed, and since which version."""
         base = None if self._force_full else self._mirror.base
-        for source in wanted.sources[:-1]:
-            try:
-                fetched = await fetch(source, self._run_id(), wanted, base)
-                return fetched.payload, fetched.data
-            except MillraceError as error:
-                log.warning("weights.source_failed", source=source, reason=error.reason, error=error.message)
-        fetched = await fetch(wanted.sources[-1], self._run_id(), wanted, base)
-        return fetched.payload, fetched.data
+        fetched = await self._fetcher.fetch(wanted, base)
+        payload = fetched.payload
+        attempt.stage(
+            "fetch_s",
+            encoding=payload.encoding.value,
+            profile=payload.profile.value if payload.profile else "",
+            transport=fetched.transport,
+            sources=fetched.sources,
+            payload_size_bytes=payload.size_bytes,
+            full_size_bytes=sum(entry.size_bytes for entry in payload.target.tensors),
+            encode_s=payload.encode_s,
+        )
+        borrowed = fetched.transport == "mapped"
+        verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
+        attempt.stage("verify_s", num_changes=verified.num_changes)
+        # The engine keeps computing with its own copy until it is told.
+        await asyncio.to_thread(self._mirror.write, verified)
+        attempt.stage("write_s")
+        return verified, payload.base
+
+    def _whole(self, version: int) -> WeightUpdate:
+        return WeightUpdate.full(self._host_tensors(self._mirror), version)
+
+    def _record(self, wanted: WeightVersion) -> WeightTransfer:
+        held = self._in_engine
+        return WeightTransfer(
+            policy=wanted.policy,
+            version=wanted.number,
+            base_version=held.number if held else None,
+            started_at=time.time(),
+        )
 
     def _holds(self, version: WeightVersion) -> bool:
         return self._in_engine == BaseVersion(number=version.number, digest=version.digest)
+
+
+def _changes(verified: Verified) -> WeightUpdate:
+    manifest = verified.manifest
+    dtype = manifest.tensors[0].dtype if manifest.tensors else ""
+    return WeightUpdate(version=manifest.version, changes=verified.changes, dtype=dtype, complete=False)
+
+
+def _one_type(manifest: Manifest) -> bool:
+    return len({entry.dtype for entry in manifest.tensors}) <= 1

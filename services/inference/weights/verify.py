@@ -1,0 +1,95 @@
+"""From a fetched payload to changes that are known to be right: decoded, and compared with the manifest's digests.
+
+Nothing is written. A tensor that a delta changes is digested chunk by chunk: unchanged chunks where they lie, changed
+ones from a scratch of one chunk, so that a model needs no second copy to be verified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.common.errors import CorruptDataError
+from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor
+from services.common.weights.digest import algorithm_of, digest_parts, tensor_digest
+from services.common.weights.dtypes import Bits, element_type
+from services.common.weights.manifest import Manifest, Payload, TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A payload that was decoded and found right: ready to be written."""
+
+    manifest: Manifest
+    whole: Mapping[str, Bits] = field(default_factory=dict)  # tensors to replace
+    changes: Mapping[str, Sequence[ChunkChange]] = field(default_factory=dict)  # tensors to change in place
+    num_changes: int
+    borrowed: bool = False  # ``whole`` is memory that others share
+
+
+def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -> Verified:
+    """The tensors are views of ``data``. ``CorruptDataError`` when one is not what the manifest says."""
+    whole: dict[str, Bits] = {}
+    for entry in payload.target.tensors:
+        kind = element_type(entry.dtype).bits_dtype
+        if entry.length != entry.size_bytes or entry.offset + entry.length > len(data):
+            raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+        bits = np.frombuffer(data, dtype=kind, count=entry.num_elements, offset=entry.offset)
+        if not bits.flags.writeable or not bits.flags.aligned:
+            bits = bits.copy()  # the mirror writes deltas into it later
+        _check(entry, tensor_digest(bits, algorithm_of(entry.digest)))
+        whole[entry.name] = bits
+    num_elements = sum(math.prod(entry.shape) for entry in payload.target.tensors)
+    return Verified(manifest=payload.target, whole=whole, num_changes=num_elements, borrowed=borrowed)
+
+
+def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapping[str, Bits]) -> Verified:
+    """Changes against ``bits``, which stay as they are. ``CorruptDataError`` when the result would be another."""
+    changes: dict[str, Sequence[ChunkChange]] = {}
+    unchanged = {entry.name: entry.digest for entry in held.tensors}
+    num_changes = 0
+    for entry in payload.target.tensors:
+        old = bits.get(entry.name)
+        if old is None or len(old) != entry.num_elements:
+            raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
+        if not entry.length:
+            if unchanged.get(entry.name) != entry.digest:
+                raise CorruptDataError(f"the delta leaves {entry.name} as it is, but the target's digest is another")
+            continue
+        if entry.offset + entry.length > len(data):
+            raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+        decoded = list(decode_tensor(old, data[entry.offset : entry.offset + entry.length], entry.dtype))
+        _check(entry, digest_parts(_parts(old, decoded), algorithm_of(entry.digest)))
+        num_changes += sum(change.num_changes for change in decoded)
+        changes[entry.name] = decoded
+    return Verified(manifest=payload.target, changes=changes, num_changes=num_changes)
+
+
+def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:
+    """The tensor as it would be, in pieces; the last piece is overwritten by the next."""
+    scratch = np.empty(min(CHUNK_ELEMENTS, len(old)), dtype=old.dtype)
+    done = 0
+    for change in changes:
+        if done < change.start:
+            yield old[done : change.start]
+        done = min(change.start + CHUNK_ELEMENTS, len(old))
+        if change.positions is None and len(change.values) == done - change.start:
+            yield change.values
+            continue
+        chunk = scratch[: done - change.start]
+        np.copyto(chunk, old[change.start : done])
+        if change.positions is None:
+            chunk[: len(change.values)] = change.values
+        else:
+            chunk[change.positions] = change.values
+        yield chunk
+    if done < len(old):
+        yield old[done:]
+
+
+def _check(entry: TensorEntry, found: str) -> None:
+    if found != entry.digest:
+        raise CorruptDataError(f"tensor {entry.name} has digest {found}, the manifest says {entry.digest}")
