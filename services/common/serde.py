@@ -16,6 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp as ProtoTimestamp
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, training_pb2, trajectory_pb2, weights_pb2
 from services.common.types import (
+    FetchPlan,
     MinibatchTotals,
     Purpose,
     RolloutFailure,
@@ -259,6 +260,17 @@ def weight_version_to_proto(version: WeightVersion, run_id: str = "") -> weights
 
 def weight_version_from_proto(proto: weights_pb2.WeightVersion) -> WeightVersion:
     return WeightVersion(policy=proto.policy, number=proto.number, digest=proto.digest, sources=tuple(proto.sources))
+
+
+def fetch_plan_to_proto(plan: FetchPlan) -> pool_pb2.FetchPlan:
+    return pool_pb2.FetchPlan(relays=plan.relays, own_stripe=plan.own_stripe)
+
+
+def fetch_plan_from_proto(proto: pool_pb2.FetchPlan) -> FetchPlan:
+    own = proto.own_stripe if proto.HasField("own_stripe") else None
+    if own is not None and not 0 <= own < len(proto.relays):
+        raise InvalidRequestError(f"a fetch plan of {len(proto.relays)} relays names stripe {own}")
+    return FetchPlan(relays=tuple(proto.relays), own_stripe=own)
 
 
 def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:

@@ -204,6 +204,14 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPlan:
+    """How replicas share the fetching of one payload: relay i brings stripe i of as many equal stripes."""
+
+    relays: tuple[str, ...]  # addresses of WeightServices
+    own_stripe: int | None = None  # of the replica that is told; None when it is no relay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTransfer:
     """One version that a replica took, or tried to take, stage by stage. Times in seconds."""
 

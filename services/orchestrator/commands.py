@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.common.types import TaskGroupOrder, WeightVersion
+from services.common.types import FetchPlan, TaskGroupOrder, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class CancelGroup:
 @dataclass(frozen=True, slots=True)
 class AnnounceVersion:
     version: WeightVersion
+    plan: FetchPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

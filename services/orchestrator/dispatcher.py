@@ -17,16 +17,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from services.common.types import WeightVersion
 from services.orchestrator.admission import Admission
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, PlayGroup
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.experience import Experience
+from services.orchestrator.fanout import FanOut, Receiver
 from services.orchestrator.groups import TaskGroup
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.orders import TrainingOrders
-from services.orchestrator.pool import Replica, ReplicaPool
+from services.orchestrator.pool import Held, Replica, ReplicaPool
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -47,6 +49,7 @@ class Dispatcher:
         evaluations: Evaluations,
         journal: Journal,
         counters: Counter[str],
+        fanout: FanOut,
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
@@ -58,6 +61,7 @@ class Dispatcher:
         self._evaluations = evaluations
         self._journal = journal
         self._counters = counters
+        self._fanout = fanout
         self._clock = clock
         self._orphans: dict[str, None] = {}  # task groups with open slots that nobody plays, in order
         self._scheduled = False
@@ -255,7 +259,25 @@ class Dispatcher:
             if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
                 self._counters["wrong_digest_held"] += 1
             replica.announced[policy] = (newest.number, now)
-            self._pool.send(replica, AnnounceVersion(newest))
+            self._pool.send(replica, self._announcement(replica, newest))
+
+    def plan_fetches(self, policy: str) -> None:
+        """A version of a policy was published: decide who fetches it from whom, before anybody is told."""
+        receivers = [
+            Receiver(replica_id=r.replica_id, address=r.weights_address, base=(held.number, held.digest))
+            for r in self._pool
+            if r.takes_work and (held := r.held.get(policy)) is not None and r.pinned_version(policy) is None
+        ]
+        self._fanout.published(policy, receivers)
+
+    def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
+        plan = self._fanout.take_plan(newest.policy, replica.replica_id)
+        if plan is not None:
+            return AnnounceVersion(newest, plan)
+        current = Held(newest.number, newest.digest)
+        holders = [r.weights_address for r in self._pool if r.takes_work and r.held.get(newest.policy) == current]
+        sources = self._fanout.sources(newest, replica.weights_address, holders)
+        return AnnounceVersion(dataclasses.replace(newest, sources=sources))
 
     # --- what comes back ---------------------------------------------------------------------------------------------
 

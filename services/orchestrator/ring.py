@@ -27,6 +27,7 @@ from services.orchestrator.datasets import TaskSource
 from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.experience import Experience
+from services.orchestrator.fanout import FanOut
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
@@ -109,6 +110,7 @@ class Ring:
             evaluations=self.evaluations,
             journal=journal,
             counters=self.counters,
+            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
         self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
@@ -280,6 +282,8 @@ class Ring:
             self.last_metrics[policy] = dict(metrics)
 
     def _announce(self, policy: str, is_new: bool) -> None:
+        if is_new:
+            self.dispatcher.plan_fetches(policy)
         for replica in self.pool:
             self.dispatcher.sync_versions(replica, again=not is_new)
         self.batches[policy].notify()

@@ -83,9 +83,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             case CancelGroup(task_group_id, reason):
                 cancel = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason=reason)
                 return pool_pb2.JoinPoolResponse(cancel_task_group=cancel)
-            case AnnounceVersion(version):
-                proto = serde.weight_version_to_proto(version, self._ring.run_id)
-                return pool_pb2.JoinPoolResponse(new_version=pool_pb2.NewVersion(version=proto))
+            case AnnounceVersion(version, plan):
+                announced = pool_pb2.NewVersion(
+                    version=serde.weight_version_to_proto(version, self._ring.run_id),
+                    plan=serde.fetch_plan_to_proto(plan) if plan is not None else None,
+                )
+                return pool_pb2.JoinPoolResponse(new_version=announced)
             case LeavePool(reason):
                 return pool_pb2.JoinPoolResponse(drain=pool_pb2.Drain(reason=reason))
 

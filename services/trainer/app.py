@@ -15,11 +15,11 @@ import structlog
 from services.common.config.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
 from services.common.logs import bind, configure
+from services.common.memory import keep_freed_memory
 from services.common.rpc.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
 from services.trainer.config import Settings
 from services.trainer.loop_thread import LoopThread
-from services.trainer.memory import keep_freed_memory
 from services.trainer.orchestrator_client import OrchestratorClient
 from services.trainer.publisher_process import PublisherProcess
 

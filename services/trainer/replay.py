@@ -64,7 +64,7 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
         raise ConfigError(
             f"policy {policy!r} is trained by {num_ranks} ranks: one process cannot repeat their arithmetic"
         )
-    from services.trainer.memory import keep_freed_memory
+    from services.common.memory import keep_freed_memory
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
 
     keep_freed_memory()

@@ -27,9 +27,9 @@ from services.common.config.services import WarmStartConfig
 from services.common.errors import ConfigError, DatasetError, MillraceError, UserError
 from services.common.importing import load_object
 from services.common.logs import configure
+from services.common.memory import keep_freed_memory
 from services.common.metrics import MetricsWriter
 from services.common.process import die_with_parent_if_asked
-from services.trainer.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from services.common.chat import Chat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,6 +20,7 @@ from services.common.config.services import (
     WarmStartConfig,
     WorkflowConfig,
 )
+from services.common.loopback import is_loopback
 
 
 class RunConfig(Section):
@@ -154,6 +156,20 @@ class Recipe(Section):
         if section.optimizer.total_updates is not None:
             return section.optimizer
         return section.optimizer.model_copy(update={"total_updates": self.run.steps * section.batch.minibatches})
+
+    def digest_algorithm(self, policy: str) -> Literal["xxh3-128", "blake3"]:
+        """With what versions of a policy are digested; trainer and replicas must agree.
+
+        `auto` is xxh3-128, which finds accidents, as long as nobody but this machine reaches any service of the run;
+        else blake3, which also withstands somebody who forges a version.
+        """
+        chosen = self.policies[policy].weights.digest
+        if chosen != "auto":
+            return chosen
+        hosts = [self.orchestrator.host, *(service.host for service in self.inference.values())]
+        if self.envgateway:
+            hosts.append(self.envgateway.host)
+        return "xxh3-128" if all(map(is_loopback, hosts)) else "blake3"
 
     def model_path(self, policy: str, run_dir: Path) -> str:
         """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import signal
 import socket
 import threading
@@ -27,6 +26,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.aio import deadline
 from services.common.errors import ConfigError
+from services.common.loopback import is_loopback
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import KEEPALIVE
 from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
@@ -189,16 +189,6 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
             gauges=dict(self.gauges()),
             labels=dict(self.labels()),
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a socket bound to it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _why_not(host: str, port: int) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import structlog
 
+from services.common.loopback import is_loopback
 from services.common.pb import weights_pb2_grpc
-from services.common.rpc.server import Server, is_loopback
+from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.servicer import WeightServicer

@@ -1,9 +1,10 @@
 """Snapshots: immutable weight versions in named, memory-mapped files, normally in /dev/shm.
 
-A file is written under a hidden name, sealed (digests, manifest) and renamed, so a name that can be seen holds a
-whole version. The name has run, policy, version and the writer's pid; who uses a file holds a shared ``flock``, so
-``sweep_orphans`` removes exactly the files whose writer is dead and that nobody uses. Space is reserved before the
-first byte, so a full /dev/shm is an error here, not a bus error later. A mapping outlives its file's name.
+A file is written under a hidden name, by one process or by several of the host (the ranks of a trainer, each its own
+rows), sealed (digests, manifest) and renamed, so a name that can be seen holds a whole version. The name has run,
+policy, version and the pid of who reserved it; who uses a file holds a shared ``flock``, so ``sweep_orphans`` removes
+exactly the files whose writer is dead and that nobody uses. Space is reserved before the first byte, so a full /dev/shm
+is an error here, not a bus error later. A mapping outlives its file's name.
 
 Layout: magic, size of the manifest, manifest (JSON), padding to a page, tensors at their manifest offsets.
 Knows nothing about torch, gRPC, or which versions to keep.
@@ -16,7 +17,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,7 +25,13 @@ import numpy as np
 import orjson
 
 from services.common.errors import CorruptDataError, InfrastructureError
-from services.common.weights.digest import tensor_digest
+from services.common.weights.digest import (
+    DEFAULT_ALGORITHM,
+    DigestAlgorithm,
+    algorithm_of,
+    placeholder,
+    tensor_digest,
+)
 from services.common.weights.dtypes import Bits, element_type
 from services.common.weights.manifest import Manifest, TensorEntry, TensorSpec, lay_out, with_digest
 
@@ -33,6 +40,7 @@ DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
 _PREFIX = "millrace"
 _SUFFIX = "weights"
 _MAGIC = b"MRWEIGHT"
+_DRAFT_MAGIC = b"MRWDRAFT"  # of a file that is still being written
 _HEADER = struct.Struct("<8sQ")  # magic, bytes of the manifest
 _PAGE = 4096
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
@@ -48,15 +56,63 @@ def snapshot_name(run_id: str, policy: str, version: int, pid: int) -> str:
     return f"{_PREFIX}.{run}.{name}.{version}.{pid}.{_SUFFIX}"
 
 
-class SnapshotWriter:
-    """One version being written. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``) removes it."""
+class SnapshotPart:
+    """A version being written, mapped by one of its writers: every writer fills its own rows of any tensor.
 
-    def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int) -> None:
-        self.path = path  # the final name, which appears with ``seal``
+    The file is reserved by a ``SnapshotWriter``, in this or another process of the host; the others ``join`` it.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
+        self.path = path  # the final name, which appears when the version is sealed
         self._manifest = manifest
         self._reserved = reserved
         self._fd = file_descriptor
-        self._map = mmap.mmap(file_descriptor, reserved + manifest.size_bytes)
+        self._map = mapped
+
+    @classmethod
+    def join(cls, path: Path) -> SnapshotPart:
+        """Map what a ``SnapshotWriter`` has reserved for ``path``.
+
+        Raises:
+            OSError: it is not there (any more), or not to be seen from here.
+            CorruptDataError: it is no draft of a snapshot.
+        """
+        descriptor = os.open(_hidden(path), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody sweeps it while one of its writers lives
+            mapped = mmap.mmap(descriptor, 0)
+            manifest, reserved = _read_manifest(mapped, path, _DRAFT_MAGIC)
+        except (OSError, CorruptDataError):
+            os.close(descriptor)
+            raise
+        return cls(path, manifest, reserved, descriptor, mapped)
+
+    @property
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        return self._manifest.tensors
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat, writable array of one tensor's bits. Let go of it before ``seal`` or ``close``."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
+
+    def digests(self, entries: Iterable[TensorEntry], num_threads: int = 1) -> dict[str, str]:
+        """Digests by name of tensors that all their writers have written."""
+        return {
+            entry.name: tensor_digest(self.bits(entry), algorithm_of(entry.digest), num_threads=num_threads)
+            for entry in entries
+        }
+
+    def close(self) -> None:
+        """Let go of it: written, or given up. Closing twice does no harm."""
+        if self._fd >= 0:
+            os.close(self._fd)  # the mapping goes when the last array over it goes
+            self._fd = -1
+
+
+class SnapshotWriter(SnapshotPart):
+    """The writer that reserves and seals. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``)
+    removes it."""
 
     @classmethod
     def create(
@@ -67,11 +123,14 @@ class SnapshotWriter:
         version: int,
         specs: Iterable[TensorSpec],
         directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
     ) -> SnapshotWriter:
         """Reserve the file in the first directory with room; ``SnapshotSpaceError`` names what each one lacks."""
-        # All digests have one length, so the manifest's size is known before the data.
-        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=lay_out(specs))
-        reserved = -(-(_HEADER.size + len(orjson.dumps(draft.to_json()))) // _PAGE) * _PAGE
+        # All digests of an algorithm have one length, so the manifest's size is known before the data.
+        entries = [with_digest(entry, placeholder(algorithm)) for entry in lay_out(specs)]
+        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries)
+        encoded = orjson.dumps(draft.to_json())
+        reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
         complaints = []
         for directory in directories:
             path = directory / snapshot_name(run_id, policy, version, os.getpid())
@@ -91,37 +150,35 @@ class SnapshotWriter:
                     raise
                 complaints.append(f"{directory}: {error.strerror} ({_free_bytes(directory)} bytes free)")
                 continue
-            return cls(path, draft, reserved, descriptor)
+            mapped = mmap.mmap(descriptor, reserved + draft.size_bytes)
+            mapped[: _HEADER.size + len(encoded)] = _HEADER.pack(_DRAFT_MAGIC, len(encoded)) + encoded
+            return cls(path, draft, reserved, descriptor, mapped)
         raise SnapshotSpaceError(
             f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
             "Free memory there, keep fewer versions, or name another snapshot directory"
         )
 
-    @property
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        return self._manifest.tensors
+    def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
+        """Make it visible under its name, and let go of it. Nobody changes it afterwards.
 
-    def bits(self, entry: TensorEntry) -> Bits:
-        """The flat, writable array of one tensor's bits. Let go of it before ``seal``."""
-        kind = element_type(entry.dtype).bits_dtype
-        return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
-
-    def seal(self) -> Manifest:
-        """Digest what was written, make it visible under its name, and let go of it. Nobody changes it afterwards."""
-        entries = [with_digest(entry, tensor_digest(self.bits(entry))) for entry in self.tensors]
+        ``digests`` by tensor name when its writers have computed them, else every tensor is digested here.
+        """
+        known = self.digests(self.tensors) if digests is None else digests
+        entries = [with_digest(entry, known[entry.name]) for entry in self.tensors]
         manifest = Manifest.of(
             run_id=self._manifest.run_id, policy=self._manifest.policy, version=self._manifest.version, tensors=entries
         )
         encoded = orjson.dumps(manifest.to_json())
+        assert len(encoded) <= self._reserved - _HEADER.size, "a digest is longer than its placeholder"
         self._map[: _HEADER.size + len(encoded)] = _HEADER.pack(_MAGIC, len(encoded)) + encoded
         os.rename(_hidden(self.path), self.path)
-        os.close(self._fd)
+        self.close()
         return manifest
 
     def abandon(self) -> None:
-        """Remove what was begun."""
+        """Remove what was begun. Doing it twice, or after ``seal``, does no harm."""
         _hidden(self.path).unlink(missing_ok=True)
-        os.close(self._fd)
+        self.close()
 
     def __enter__(self) -> SnapshotWriter:
         return self
@@ -141,13 +198,14 @@ class Snapshot:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-            self.manifest, start = _read_manifest(self._map, path)
+            self.manifest, start = _read_manifest(self._map, path, _MAGIC)
         except (OSError, ValueError, CorruptDataError) as error:
             os.close(self._fd)
             raise (
                 error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}")
             ) from error
         self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
+        self.data_offset = start  # of ``data`` in the file
         self._leases = 0
         self._retired = False
 
@@ -213,12 +271,12 @@ def _hidden(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
-def _read_manifest(mapped: mmap.mmap, path: Path) -> tuple[Manifest, int]:
+def _read_manifest(mapped: mmap.mmap, path: Path, magic: bytes) -> tuple[Manifest, int]:
     if len(mapped) < _HEADER.size:
         raise CorruptDataError(f"{path}: too short for a snapshot")
-    magic, size = _HEADER.unpack(mapped[: _HEADER.size])
+    found, size = _HEADER.unpack(mapped[: _HEADER.size])
     start = -(-(_HEADER.size + size) // _PAGE) * _PAGE
-    if magic != _MAGIC or start > len(mapped):
+    if found != magic or start > len(mapped):
         raise CorruptDataError(f"{path}: not a snapshot")
     try:
         manifest = Manifest.from_json(orjson.loads(mapped[_HEADER.size : _HEADER.size + size]))

@@ -1,0 +1,47 @@
+"""A send budget holds its rate over all who share it, and counts what went out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.common.transfer.sending import CHUNK_BYTES, SendBudget
+
+
+async def test_without_a_limit_nothing_waits_and_everything_is_counted() -> None:
+    budget = SendBudget()
+    began = time.monotonic()
+    for transport in ("bulk", "grpc", "bulk"):
+        await budget.take(1 << 40, transport)
+    assert time.monotonic() - began < 1.0
+    assert budget.num_bytes_sent == 3 << 40
+    assert budget.num_bytes_by_transport == {"bulk": 2 << 40, "grpc": 1 << 40}
+
+
+async def test_senders_share_the_rate_in_the_order_of_asking() -> None:
+    budget = SendBudget(1_000_000)
+    ended: list[int] = []
+
+    async def send(number: int) -> None:
+        await budget.take(100_000, "grpc")
+        ended.append(number)
+
+    began = time.monotonic()
+    await asyncio.gather(*(send(number) for number in range(5)))
+    assert time.monotonic() - began >= 0.39, "half a second of bytes, less the burst"
+    assert ended == [0, 1, 2, 3, 4]
+
+
+async def test_what_was_not_used_is_not_saved_up() -> None:
+    budget = SendBudget(1_000_000)
+    await asyncio.sleep(0.5)
+    began = time.monotonic()
+    await budget.take(400_000, "grpc")
+    assert time.monotonic() - began >= 0.25
+
+
+def test_chunks_of_a_slow_sender_are_small() -> None:
+    assert SendBudget().chunk_bytes == CHUNK_BYTES
+    assert SendBudget(1e9).chunk_bytes == CHUNK_BYTES
+    assert SendBudget(400_000).chunk_bytes == 100_000
+    assert SendBudget(1.0).chunk_bytes == 16 << 10
