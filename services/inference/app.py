@@ -16,13 +16,14 @@ from collections.abc import Mapping
 import structlog
 
 from services.common.aio import TaskOwner, deadline
-from services.common.config.services import InferenceConfig
 from services.common.errors import DeadlineError
 from services.common.logs import bind, configure
 from services.common.pb import pool_pb2_grpc
 from services.common.rpc.channel import channel
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
+from services.common.transfer.serving import add_weight_service
+from services.common.transfer.source import PayloadSource
 from services.inference.config import replica_config
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
@@ -62,6 +63,10 @@ async def run_replica(
         run_id=settings.run_id,
         port_setting=f"inference.{name}.port",
     )
+    relays: dict[str, PayloadSource] = {}  # by policy; they appear as models are loaded
+    limits = [section.weights.send_bytes_per_s for section in settings.recipe.policies.values()]
+    strictest = min((limit for limit in limits if limit), default=0.0)
+    await add_weight_service(server, relays, send_bytes_per_s=strictest)
     await server.start()
     emissions, waits = EmissionLog(), WaitShares(config.num_slots)
     gateway = GatewayClient(waits)
@@ -71,6 +76,8 @@ async def run_replica(
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
             policies[policy] = await asyncio.to_thread(load_policy, policy, settings, config, emissions.on_tokens)
             await policies[policy].served.engine.start()
+            if (relay := policies[policy].relay) is not None:
+                relays[policy] = relay
         async with channel(orchestrator) as connection:
             incarnation = uuid.uuid4().hex
             sender = TrajectorySender(
@@ -87,7 +94,15 @@ async def run_replica(
                 waits=waits,
             )
             replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
-            pool = PoolClient(connection, _identity(replica_id, incarnation, config), replica)
+            weights_address = server.address if relays else ""
+            identity = ReplicaIdentity(
+                replica_id=replica_id,
+                incarnation=incarnation,
+                num_slots=config.num_slots,
+                labels={"host": socket.gethostname(), "engine": config.engine},
+                weights_address=weights_address,
+            )
+            pool = PoolClient(connection, identity, replica)
             server.set_gauges(
                 lambda: _gauges(player, sender, policies),
                 lambda: {"engine": config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
@@ -143,15 +158,6 @@ async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: 
     await player.wait_until_idle()
     await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)
     log.info("replica.drained")
-
-
-def _identity(replica_id: str, incarnation: str, config: InferenceConfig) -> ReplicaIdentity:
-    return ReplicaIdentity(
-        replica_id=replica_id,
-        incarnation=incarnation,
-        num_slots=config.num_slots,
-        labels={"host": socket.gethostname(), "engine": config.engine},
-    )
 
 
 def _gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:

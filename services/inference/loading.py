@@ -13,7 +13,8 @@ from services.common.chat import Chat
 from services.common.config.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.rpc.run_client import RunSettings
-from services.common.types import WeightTransfer, WeightVersion
+from services.common.transfer.source import PayloadSource
+from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
@@ -26,7 +27,7 @@ OnTokens = Callable[[int, float], None]
 class WeightsFollower(Protocol):
     """Keeps one engine on the newest version."""
 
-    def offer(self, version: WeightVersion) -> None: ...
+    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
     def held(self) -> WeightVersion: ...
     def gauges(self) -> dict[str, float]: ...
     def take_transfers(self) -> tuple[WeightTransfer, ...]: ...
@@ -39,6 +40,7 @@ class LoadedPolicy:
 
     served: ServedPolicy
     weights: WeightsFollower
+    relay: PayloadSource | None = None  # where others may fetch them; None when there are none
 
 
 def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
@@ -72,8 +74,9 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
 
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.torch_engine import TorchEngine
-    from services.inference.weights.fetch_any import SourceFetcher
+    from services.inference.weights.fetcher import SourceFetcher
     from services.inference.weights.mirror import Mirror
+    from services.inference.weights.relay import Relay
     from services.inference.weights.updater import WeightUpdater
 
     torch.set_num_threads(config.threads)
@@ -98,5 +101,6 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
         on_tokens=on_tokens,
     )
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length)
-    fetcher = SourceFetcher(lambda: settings.run_id, section.weights.transports)
-    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, fetcher))
+    relay = Relay(mirror)
+    fetcher = SourceFetcher(lambda: settings.run_id, section.weights.transports, relay)
+    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, fetcher), relay=relay)

@@ -24,9 +24,9 @@ from services.common.errors import DeadlineError, LeaseLostError, MillraceError,
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import DEADLINES, translated_errors
 from services.common.rpc.streams import call_cancellation_is_an_error
-from services.common.serde import interval_to_proto, order_from_proto, weight_version_from_proto
+from services.common.serde import fetch_plan_from_proto, interval_to_proto, order_from_proto, weight_version_from_proto
 from services.common.serde_transfers import weight_transfer_to_proto
-from services.common.types import TaskGroupOrder, WeightTransfer, WeightVersion
+from services.common.types import FetchPlan, TaskGroupOrder, WeightTransfer, WeightVersion
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class PoolMember(Protocol):
     def run_task_group(self, order: TaskGroupOrder) -> None: ...
     def refuse_task_group(self, task_group_id: str, indices: tuple[int, ...], error: MillraceError) -> None: ...
     def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
-    def new_version(self, version: WeightVersion) -> None: ...
+    def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None: ...
     def drain(self, reason: str) -> None: ...
     def held_versions(self) -> tuple[WeightVersion, ...]: ...
     def running_task_group_ids(self) -> tuple[str, ...]: ...
@@ -182,7 +182,9 @@ class PoolClient:
         elif command == "cancel_task_group":
             member.cancel_task_group(response.cancel_task_group.task_group_id, response.cancel_task_group.reason)
         elif command == "new_version":
-            member.new_version(weight_version_from_proto(response.new_version.version))
+            announced = response.new_version
+            plan = fetch_plan_from_proto(announced.plan) if announced.HasField("plan") else None
+            member.new_version(weight_version_from_proto(announced.version), plan)
         elif command == "drain":
             self._draining = True
             member.drain(response.drain.reason)

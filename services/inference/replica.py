@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import structlog
 
 from services.common.errors import InfrastructureError, MillraceError
-from services.common.types import TaskGroupOrder, WeightVersion
+from services.common.types import FetchPlan, TaskGroupOrder, WeightVersion
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
 from services.inference.gauges import WaitShares
@@ -55,12 +55,12 @@ class Replica:
         ended = self._player.cancel(task_group_id)
         log.info("task_group.cancelled", task_group=task_group_id, rollouts=ended, reason=reason)
 
-    def new_version(self, version: WeightVersion) -> None:
+    def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None:
         loaded = self._policies.get(version.policy)
         if loaded is None:
             log.debug("version.not_served", policy=version.policy, version=version.number)
             return
-        loaded.weights.offer(version)
+        loaded.weights.offer(version, plan)
 
     def drain(self, reason: str) -> None:
         log.info("replica.draining", reason=reason)

@@ -9,6 +9,7 @@ compensates, so that callers never think of it.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from services.common.models import named_weights
 
@@ -124,6 +125,25 @@ def shard(
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of a sharded one (a collective); any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
+    """What this rank holds of a tensor, flat, and the place of its first element in the whole, flat. No communication.
+
+    A sharded tensor is cut along dimension 0 as ``torch.chunk`` cuts: equal shares of rows, rounded up, the last ones
+    shorter or empty. A tensor that every rank holds whole is the first rank's.
+    """
+    if not isinstance(tensor, DTensor):
+        flat = tensor.reshape(-1)
+        return flat if ranks.is_first else flat[:0], 0
+    mesh = tensor.device_mesh
+    assert mesh.ndim == 1 and tuple(tensor.placements) == (Shard(0),), f"sharded in another way: {tensor.placements}"
+    num_rows = tensor.shape[0]
+    share = -(-num_rows // mesh.size())
+    first = min(mesh.get_local_rank() * share, num_rows)
+    part = tensor.to_local()
+    assert part.shape[0] == min(share, num_rows - first), f"a shard of {part.shape[0]} rows of {num_rows}"
+    return part.reshape(-1), first * math.prod(tensor.shape[1:])
 
 
 def full_weights(model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -1,63 +1,191 @@
-"""Writes the current weights into a snapshot file: cast from the master weights, tied weights once.
+"""Writes the current weights into snapshot files: cast from the master weights, tied weights once.
 
-The only place where torch tensors become published bytes. The trainer blocks for the copy; serving is the publisher
-process's business.
+The only place where torch tensors become published bytes. Ranks of one host map one file and each writes its own rows,
+so nothing but local shards moves:
+
+    first rank reserves the file | all: its name | every rank copies its rows | every rank digests a share of the tensors
+    | first rank seals
+
+Ranks on several hosts cannot map one file: there the first gathers one whole tensor at a time and writes alone. Either
+way ``write`` succeeds or fails on all ranks alike, and a file can be seen only when it is whole. The trainer blocks
+for the copy and the digests; serving is the publisher process's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import torch
 
 from services.common.models import named_weights
-from services.common.weights.manifest import Manifest, TensorSpec
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, SnapshotWriter
+from services.common.transfer.host import host_identity
+from services.common.weights.digest import DEFAULT_ALGORITHM, DigestAlgorithm
+from services.common.weights.manifest import Manifest, TensorEntry, TensorSpec
+from services.common.weights.snapshot_file import (
+    DEFAULT_DIRECTORIES,
+    SnapshotPart,
+    SnapshotSpaceError,
+    SnapshotWriter,
+)
+from services.trainer.host_copy import HostCopier
+from services.trainer.host_group import HostGroup
 from services.trainer.model import PolicyModel
-from services.trainer.sharding import Ranks, full_weights
-
-# Integers of the same width: numpy has no bfloat16, and bits are what is published.
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+from services.trainer.sharding import Ranks, full_weights, own_part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenSnapshot:
-    """A sealed snapshot file."""
+    """A sealed snapshot file, and what it took until every rank was done."""
 
     path: Path
     manifest: Manifest
+    copy_s: float  # reserving the file, casting and copying
+    digest_s: float
 
 
-def write_snapshot(
-    model: PolicyModel,
-    ranks: Ranks,
-    *,
-    run_id: str,
-    policy: str,
-    version: int,
-    dtype: str,
-    directories: Sequence[Path] = DEFAULT_DIRECTORIES,
-) -> WrittenSnapshot | None:
-    """A collective; None on ranks other than the first. ``SnapshotSpaceError`` when no directory has room."""
-    kind: torch.dtype = getattr(torch, dtype)
-    weights = full_weights(model.causal_lm, ranks, kind)
-    if not ranks.is_first:
-        for _ in weights:  # takes part in gathering
-            pass
-        return None
-    specs = [
-        TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape))
-        for name, tensor in named_weights(model.causal_lm).items()
-    ]
-    with SnapshotWriter.create(
-        run_id=run_id, policy=policy, version=version, specs=specs, directories=directories
-    ) as writer:
-        entries = {entry.name: entry for entry in writer.tensors}
-        for name, tensor in weights:
-            assert tensor is not None
-            bits = writer.bits(entries[name])
-            bits[:] = tensor.contiguous().view(-1).view(_BITS[kind]).numpy().view(bits.dtype)
-            del bits  # the map cannot be let go while a view on it lives
-        return WrittenSnapshot(writer.path, writer.seal())
+class Snapshots:
+    """The snapshots of one policy's model. Making it is a collective, and so is ``write``."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        ranks: Ranks,
+        *,
+        run_id: str,
+        policy: str,
+        dtype: str,
+        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._run_id = run_id
+        self._policy = policy
+        self._dtype = dtype
+        self._kind: torch.dtype = getattr(torch, dtype)
+        self._algorithm = algorithm
+        self._directories = directories
+        self._copier = HostCopier(ranks.device)
+        self._hosts = HostGroup(ranks)
+        identities = self._hosts.gather(host_identity(), "learning which hosts the ranks are on")
+        self.is_one_host = ranks.world_size == 1 or (len(set(identities)) == 1 and identities[0] != "")
+
+    def write(self, version: int) -> WrittenSnapshot | None:
+        """Write and seal a version; None on ranks other than the first.
+
+        Raises, on every rank alike:
+            SnapshotSpaceError: no directory has room.
+            InfrastructureError: a rank could not write its part.
+            DeadlineError: a rank did not come.
+        """
+        began = time.monotonic()
+        writer, path = self._reserve(version)
+        try:
+            written = self._write_together(version, writer, path) if self.is_one_host else self._write_alone(writer)
+            if writer is None:
+                return None
+            manifest = writer.seal(written.digests)
+        except BaseException:
+            if writer is not None:
+                writer.abandon()
+            raise
+        return WrittenSnapshot(
+            path=path,
+            manifest=manifest,
+            copy_s=written.copied_at - began,
+            digest_s=time.monotonic() - written.copied_at,
+        )
+
+    def _reserve(self, version: int) -> tuple[SnapshotWriter | None, Path]:
+        """The file, and on the first rank its writer."""
+        made: list[SnapshotWriter] = []
+
+        def create() -> str:
+            if not self._ranks.is_first:
+                return ""
+            made.append(
+                SnapshotWriter.create(
+                    run_id=self._run_id,
+                    policy=self._policy,
+                    version=version,
+                    specs=[
+                        TensorSpec(name=name, dtype=self._dtype, shape=tuple(weight.shape))
+                        for name, weight in named_weights(self._model.causal_lm).items()
+                    ],
+                    directories=self._directories,
+                    algorithm=self._algorithm,
+                )
+            )
+            return str(made[0].path)
+
+        said = self._hosts.agree(f"reserving room for version {version}", create, SnapshotSpaceError)
+        return next(iter(made), None), Path(said[0])
+
+    def _write_together(self, version: int, writer: SnapshotWriter | None, path: Path) -> _Written:
+        joined: list[SnapshotPart] = []
+
+        def copy() -> str:
+            joined.append(writer if writer is not None else SnapshotPart.join(path))
+            self._copier.copy(self._own_rows(joined[0]))
+            return ""
+
+        def digest() -> str:
+            mine = _share(joined[0].tensors, self._ranks)
+            return orjson.dumps(joined[0].digests(mine, torch.get_num_threads())).decode()
+
+        try:
+            self._hosts.agree(f"writing version {version}", copy)
+            copied_at = time.monotonic()
+            answers = self._hosts.agree(f"digesting version {version}", digest)
+        finally:
+            for part in joined:
+                if part is not writer:
+                    part.close()
+        return _Written({name: value for answer in answers for name, value in orjson.loads(answer).items()}, copied_at)
+
+    def _write_alone(self, writer: SnapshotWriter | None) -> _Written:
+        entries = {entry.name: entry for entry in writer.tensors} if writer is not None else {}
+        for name, whole in full_weights(self._model.causal_lm, self._ranks, self._kind):
+            if writer is not None and whole is not None:  # the other ranks take part in gathering
+                self._target(writer, entries[name]).copy_(whole.view(-1))
+        copied_at = time.monotonic()
+        if writer is None:
+            return _Written({}, copied_at)
+        return _Written(writer.digests(writer.tensors, torch.get_num_threads()), copied_at)
+
+    def _own_rows(self, part: SnapshotPart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's part of every tensor, and where it goes."""
+        entries = {entry.name: entry for entry in part.tensors}
+        for name, weight in named_weights(self._model.causal_lm).items():
+            rows, begin = own_part(weight, self._ranks)
+            if len(rows):
+                yield rows, self._target(part, entries[name])[begin : begin + len(rows)]
+
+    def _target(self, part: SnapshotPart, entry: TensorEntry) -> torch.Tensor:
+        bits = part.bits(entry)
+        signed = bits.view(f"i{bits.dtype.itemsize}")  # torch knows few operations on unsigned integers
+        return torch.from_numpy(signed).view(self._kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """All bytes of a version lie in its file."""
+
+    digests: dict[str, str]  # by tensor name; on the first rank
+    copied_at: float
+
+
+def _share(entries: Sequence[TensorEntry], ranks: Ranks) -> list[TensorEntry]:
+    """The tensors that this rank digests: the largest first, each to whom has least."""
+    loads = [0] * ranks.world_size
+    mine = []
+    for entry in sorted(entries, key=lambda tensor: (-tensor.length, tensor.name)):
+        owner = loads.index(min(loads))
+        loads[owner] += entry.length
+        if owner == ranks.rank:
+            mine.append(entry)
+    return mine

@@ -132,17 +132,30 @@ class Payload:
     encode_s: float = 0.0  # that making it took
 
 
+def full_payload_id(manifest: Manifest) -> str:
+    """Names the full payload of a version: the same name is the same bytes, whoever serves it."""
+    return f"{manifest.policy}:{manifest.version}:full:{manifest.digest}"
+
+
+def delta_payload_id(policy: str, base: int, version: int, profile: Profile, content_digest: str) -> str:
+    """Names a delta; ``content_digest`` is of its bytes, because a delta may be coded in more than one way."""
+    return f"{policy}:{base}-{version}:{profile}:{content_digest}"
+
+
 def align(offset: int) -> int:
     """The next multiple of the alignment."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def lay_out(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Raw tensors one after another, aligned, with placeholder digests."""
+    """Raw tensors one after another by name, aligned, with placeholder digests.
+
+    By name, so that everybody who holds a version lays it out alike.
+    """
     entries: list[TensorEntry] = []
     names: set[str] = set()
     offset = 0
-    for spec in specs:
+    for spec in sorted(specs, key=lambda spec: spec.name):
         if spec.name in names:
             raise ValueError(f"tensor {spec.name!r} appears twice; tied weights are published once")
         names.add(spec.name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.types import WeightTransfer, WeightVersion
+from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.inference.engine.base import Engine
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -21,7 +21,7 @@ class AnnouncedVersions:
         self._wanted = self._held
         self._changed = asyncio.Event()
 
-    def offer(self, version: WeightVersion) -> None:
+    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None:
         """A version exists; the newest wins."""
         if version.number >= self._wanted.number:
             self._wanted = version

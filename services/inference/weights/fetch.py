@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from services.common.types import WeightVersion
@@ -22,6 +22,10 @@ class Fetched:
     sources: tuple[str, ...]  # most bytes first
 
 
+# Fills the room; returns who the bytes came from, most first.
+Bring = Callable[[WeightSource, Payload, memoryview], Awaitable[tuple[str, ...]]]
+
+
 async def fetch(
     address: str,
     run_id: str,
@@ -30,9 +34,11 @@ async def fetch(
     *,
     transports: Sequence[str] = TRANSPORTS,
     links: LinkSpeeds | None = None,
+    bring: Bring | None = None,
 ) -> Fetched:
     """The payload that makes ``version``, as a delta against ``base`` when the source has one, else in full.
 
+    ``bring`` fills the room for a payload that is not mapped; left out, all of it comes from this source.
     Mapped data (``transport == "mapped"``) keeps the memory of its file until the last view of it is gone.
 
     Raises:
@@ -42,11 +48,17 @@ async def fetch(
     """
     async with WeightSource(address, run_id, transports=transports, links=links) as source:
         payload = await source.payload(version, base)
+        sources: tuple[str, ...] = (address,)
         data = source.mapped(payload)
         if data is None:
             data = receive_buffer(payload.size_bytes)
-            await fetch_range(source, payload, 0, payload.size_bytes, data)
-        return Fetched(payload=payload, data=data, transport=source.transport, sources=(address,))
+            sources = await (bring or _bring_whole)(source, payload, data)
+        return Fetched(payload=payload, data=data, transport=source.transport, sources=sources)
+
+
+async def _bring_whole(source: WeightSource, payload: Payload, data: memoryview) -> tuple[str, ...]:
+    await fetch_range(source, payload, 0, payload.size_bytes, data)
+    return (source.address,)
 
 
 async def fetch_range(

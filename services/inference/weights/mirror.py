@@ -128,6 +128,17 @@ class Mirror:
             with self._lock:
                 self._num_leases -= 1
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """As long as this lasts, arrays that would be written are replaced, whatever is held now."""
+        with self._lock:
+            self._num_leases += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_leases -= 1
+
     def host_tensors(self) -> dict[str, Any]:
         """The mirror as torch tensors that share its memory, for a whole ``WeightUpdate``."""
         import torch

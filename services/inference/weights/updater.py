@@ -20,7 +20,7 @@ import structlog
 
 from services.common.aio import backoff
 from services.common.errors import MillraceError
-from services.common.types import WeightTransfer, WeightVersion
+from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.weights.manifest import BaseVersion, Manifest
 from services.inference.engine.base import Engine
 from services.inference.engine.weight_update import WeightUpdate
@@ -36,8 +36,12 @@ _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses th
 class Fetcher(Protocol):
     """Brings a payload, from whoever has it."""
 
-    async def fetch(self, wanted: WeightVersion, base: BaseVersion | None) -> Fetched:
+    async def fetch(self, wanted: WeightVersion, base: BaseVersion | None, plan: FetchPlan | None) -> Fetched:
         """A delta from ``base``, or the full snapshot. Raises a ``MillraceError`` that says why not."""
+        ...
+
+    def settled(self, fetched: Fetched, *, good: bool) -> None:
+        """What was fetched is in the mirror, or was found wanting."""
         ...
 
 
@@ -71,6 +75,7 @@ class WeightUpdater:
         self._fetcher = fetcher
         self._host_tensors = host_tensors
         self._wanted: WeightVersion | None = None
+        self._plan: FetchPlan | None = None
         self._changed = asyncio.Event()
         self._in_engine: BaseVersion | None = mirror.base
         self._force_full = False
@@ -78,11 +83,11 @@ class WeightUpdater:
         self.last: WeightTransfer | None = None  # that arrived
         self.num_failures = 0
 
-    def offer(self, version: WeightVersion) -> None:
+    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None:
         """A version exists. The newest wins; one that is held already is not fetched again."""
         if self._wanted is not None and version.number < self._wanted.number:
             return
-        self._wanted = version
+        self._wanted, self._plan = version, plan
         self._changed.set()
 
     def held(self) -> WeightVersion:
@@ -168,7 +173,8 @@ class WeightUpdater:
     async def _into_mirror(self, wanted: WeightVersion, attempt: _Attempt) -> tuple[Verified, BaseVersion | None]:
         """Returns what changed, and since which version."""
         base = None if self._force_full else self._mirror.base
-        fetched = await self._fetcher.fetch(wanted, base)
+        plan, self._plan = self._plan, None  # a second attempt relies on nobody but the sources
+        fetched = await self._fetcher.fetch(wanted, base, plan)
         payload = fetched.payload
         attempt.stage(
             "fetch_s",
@@ -180,12 +186,17 @@ class WeightUpdater:
             full_size_bytes=sum(entry.size_bytes for entry in payload.target.tensors),
             encode_s=payload.encode_s,
         )
-        borrowed = fetched.transport == "mapped"
-        verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
-        attempt.stage("verify_s", num_changes=verified.num_changes)
-        # The engine keeps computing with its own copy until it is told.
-        await asyncio.to_thread(self._mirror.write, verified)
-        attempt.stage("write_s")
+        good = False
+        try:
+            borrowed = fetched.transport == "mapped"
+            verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
+            attempt.stage("verify_s", num_changes=verified.num_changes)
+            # The engine keeps computing with its own copy until it is told.
+            await asyncio.to_thread(self._mirror.write, verified)
+            attempt.stage("write_s")
+            good = True
+        finally:
+            self._fetcher.settled(fetched, good=good)
         return verified, payload.base
 
     def _whole(self, version: int) -> WeightUpdate:
