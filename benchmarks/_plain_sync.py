@@ -16,6 +16,7 @@ import os
 import socket
 import struct
 import time
+import warnings
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,6 +69,7 @@ class PlainSender:
 def _serve(pipe: Connection, cores: list[int]) -> None:
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes into it
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname())
     held: list[Snapshot] = []

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import gc
 import logging
 import os
 import statistics
@@ -48,7 +50,7 @@ from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot
 from services.inference.engine.in_place import prepare
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetch import fetch
-from services.inference.weights.fetch_any import SourceFetcher
+from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.fetch_range import receive_buffer
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import WeightUpdater
@@ -137,6 +139,8 @@ class PeakMemory:
     """How far resident memory rises inside the block, above its level at the begin."""
 
     def __enter__(self) -> PeakMemory:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what earlier transfers freed would hide what this one takes
         Path("/proc/self/clear_refs").write_text("5")
         self._before = _status("VmRSS")
         return self

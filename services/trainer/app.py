@@ -82,13 +82,15 @@ def _train(
     from services.trainer.link import GrpcLink
     from services.trainer.loop import TrainingLoop
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
-    from services.trainer.versions import SnapshotPublisher, sweep
+    from services.trainer.snapshot import Snapshots
+    from services.trainer.versions import SnapshotPublisher, snapshot_directories, sweep
 
     recipe = run.recipe
     config = recipe.policies[policy]
     ranks = join_ranks(recipe, policy)
+    directories = snapshot_directories(config.weights, run_dir)
     if ranks.is_first:
-        sweep(run_dir)
+        sweep(directories)
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks)
     checkpoint_step = checkpoints.newest() or 0
@@ -101,12 +103,16 @@ def _train(
         step=step,
         link=GrpcLink(client, thread, ranks.rank),
         publisher=SnapshotPublisher(
-            run_id=run.run_id,
             policy=policy,
-            config=config,
-            run_dir=run_dir,
-            model=step.model,
-            ranks=ranks,
+            snapshots=Snapshots(
+                step.model,
+                ranks,
+                run_id=run.run_id,
+                policy=policy,
+                dtype=config.weights.publish_dtype,
+                algorithm=recipe.digest_algorithm(policy),
+                directories=directories,
+            ),
             process=publisher,
         ),
         checkpoints=checkpoints,
@@ -155,15 +161,7 @@ def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
 
 
 def _publisher(run_id: str, policy: str, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
-    return PublisherProcess(
-        run_id=run_id,
-        policy=policy,
-        port=config.weights.port,
-        transfer=config.weights.transfer,
-        keep=config.weights.keep_versions,
-        full_every=config.weights.full_every,
-        run_dir=run_dir,
-    )
+    return PublisherProcess(run_id=run_id, policy=policy, config=config.weights, run_dir=run_dir)
 
 
 async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> OrchestratorClient:

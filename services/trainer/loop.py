@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -61,10 +62,18 @@ class Link(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A version that can be fetched."""
+
+    version: WeightVersion
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what publishing cost, beside the step's own metrics
+
+
 class Publisher(Protocol):
     """Makes the current weights fetchable. ``publish`` is a collective; ranks other than the first get None."""
 
-    def publish(self, version: int) -> WeightVersion | None: ...
+    def publish(self, version: int) -> Published | None: ...
 
 
 class TrainingLoop:
@@ -171,7 +180,7 @@ class TrainingLoop:
         if published is None:
             return
         try:
-            self._link.publish(published, metrics, intervals, finished_at)
+            self._link.publish(published.version, {**metrics, **published.metrics}, intervals, finished_at)
         except VersionConflictError as error:
             # Replayed arithmetic was not bit-equal (a GPU): replicas keep the version they hold. The publisher knows
             # that version under another digest, so it sends them the next one in full.

@@ -85,18 +85,18 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
     """By the code that publishes: a snapshot, read and thrown away."""
     import tempfile
 
-    from services.trainer.snapshot import write_snapshot
+    from services.trainer.snapshot import Snapshots
 
     with tempfile.TemporaryDirectory(prefix="millrace-replay-") as directory:
-        written = write_snapshot(
+        written = Snapshots(
             model,  # type: ignore[arg-type]
             ranks,  # type: ignore[arg-type]
             run_id=str(recipe.run.id),
             policy=policy,
-            version=version,
             dtype=recipe.policies[policy].weights.publish_dtype,
+            algorithm=recipe.digest_algorithm(policy),
             directories=(Path(directory),),
-        )
+        ).write(version)
         assert written is not None
         return written.manifest.digest
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from services.common.config.policy import PolicyConfig
+from services.common.config.policy import WeightsConfig
 from services.common.types import WeightVersion
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans
-from services.trainer.model import PolicyModel
+from services.trainer.loop import Published
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.sharding import Ranks
-from services.trainer.snapshot import write_snapshot
+from services.trainer.snapshot import Snapshots
 
 log = structlog.get_logger()
 
@@ -22,39 +22,37 @@ log = structlog.get_logger()
 class SnapshotPublisher:
     """The loop's ``Publisher``. Only the first rank has a publisher process."""
 
-    run_id: str
     policy: str
-    config: PolicyConfig
-    run_dir: Path
-    model: PolicyModel
-    ranks: Ranks
+    snapshots: Snapshots
     process: PublisherProcess | None
 
-    def publish(self, version: int) -> WeightVersion | None:
-        written = write_snapshot(
-            self.model,
-            self.ranks,
-            run_id=self.run_id,
-            policy=self.policy,
-            version=version,
-            dtype=self.config.weights.publish_dtype,
-            directories=(*DEFAULT_DIRECTORIES, spill_directory(self.run_dir)),
-        )
+    def publish(self, version: int) -> Published | None:
+        written = self.snapshots.write(version)
         if written is None or self.process is None:
             return None
         self.process.announce(written.path)
-        return WeightVersion(
-            policy=self.policy, number=version, digest=written.manifest.digest, sources=(self.process.address,)
+        digest = written.manifest.digest
+        return Published(
+            version=WeightVersion(
+                policy=self.policy, number=version, digest=digest, sources=(self.process.address,)
+            ),
+            metrics={
+                "snapshot_s": written.copy_s,
+                "snapshot_digest_s": written.digest_s,
+                "snapshot_bytes": float(written.manifest.size_bytes),
+            },
         )
 
 
-def spill_directory(run_dir: Path) -> Path:
-    """Where snapshots go when shared memory is full."""
-    return run_dir / "snapshots"
+def snapshot_directories(config: WeightsConfig, run_dir: Path) -> tuple[Path, ...]:
+    """Where snapshots go, in the order of trying: shared memory, then the spill directory."""
+    spill = Path(config.spill_directory) if config.spill_directory is not None else run_dir / "snapshots"
+    return (*DEFAULT_DIRECTORIES, spill)
 
 
-def sweep(run_dir: Path) -> None:
-    """Remove snapshots whose writer was killed."""
-    spill_directory(run_dir).mkdir(parents=True, exist_ok=True)
-    for removed in sweep_orphans((*DEFAULT_DIRECTORIES, spill_directory(run_dir))):
-        log.info("snapshot.orphan_removed", path=str(removed))
+def sweep(directories: Iterable[Path]) -> None:
+    """Make the directories, and remove snapshots there whose writer was killed."""
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+        for removed in sweep_orphans([directory]):
+            log.info("snapshot.orphan_removed", path=str(removed))

@@ -39,7 +39,7 @@ def cut(size_bytes: int, num_relays: int) -> list[tuple[int, int]]:
     [(0, 3495254), (3495254, 6990508), (6990508, 10485760)]
     """
     count = max(1, min(num_relays, size_bytes // MIN_STRIPE_BYTES))
-    width = -(-size_bytes // count)
+    width = max(1, -(-size_bytes // count))
     return [(start, min(start + width, size_bytes)) for start in range(0, size_bytes, width)] or [(0, 0)]
 
 
@@ -52,7 +52,6 @@ class Swarm:
     plan: FetchPlan
     source: WeightSource  # the publisher, or whoever has everything
     run_id: str
-    stall_s: float = STALL_S
     _bytes_from: Counter[str] = field(default_factory=Counter)
     _num_open: int = 0
     _num_stripes: int = 0
@@ -119,8 +118,8 @@ class Swarm:
             now = time.monotonic()
             if wanted.offset > offset:
                 offset, moved_at = wanted.offset, now
-            elif now - moved_at > self.stall_s:
-                return f"nothing came for {self.stall_s:g} s"
+            elif now - moved_at > STALL_S:
+                return f"nothing came for {STALL_S:g} s"
             if self._lags(wanted, now):
                 return "it is much slower than the others"
 

@@ -9,6 +9,7 @@ from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.types import RankBatch, WeightVersion
 from services.common.weights.digest import tensor_digest
+from services.trainer.loop import Published
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import VOCAB, rank_batch, tiny_causal_lm, training_sequences
 
@@ -87,6 +88,9 @@ class DigestPublisher:
     def __init__(self, step: TrainStep) -> None:
         self._step = step
 
-    def publish(self, version: int) -> WeightVersion:
+    def publish(self, version: int) -> Published:
         weights = b"".join(p.detach().numpy().tobytes() for p in self._step.model.parameters())
-        return WeightVersion(policy=POLICY, number=version, digest=tensor_digest(weights))
+        return Published(
+            version=WeightVersion(policy=POLICY, number=version, digest=tensor_digest(weights)),
+            metrics={"snapshot_bytes": float(len(weights))},
+        )

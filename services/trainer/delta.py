@@ -1,0 +1,112 @@
+"""Deltas between snapshots of one policy: made from two snapshots, or merged from the deltas in between.
+
+A delta is its bytes and the payload that describes them. Knows nothing about which deltas are kept or who wants them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from services.common.weights.codec import encode_tensor
+from services.common.weights.digest import tensor_digest
+from services.common.weights.manifest import (
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    Profile,
+    TensorEntry,
+    delta_payload_id,
+)
+from services.common.weights.merge import merge_tensor
+from services.common.weights.snapshot_file import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What leads from one version to another."""
+
+    payload: Payload
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return self.payload.size_bytes
+
+    def parts(self) -> dict[str, bytes]:
+        """The coded change of every tensor by name; empty where it did not change."""
+        return {
+            entry.name: self.data[entry.offset : entry.offset + entry.length] for entry in self.payload.target.tensors
+        }
+
+
+class DeltaMaker:
+    """Codes tensor by tensor, on several threads. ``stop`` ends what is being made with ``Stopped``."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, "delta.encode")
+        self._stopped = False
+
+    def encode(self, old: Snapshot, new: Snapshot, profile: Profile) -> Delta:
+        """From the bits of two versions with the same tensors."""
+        before = {entry.name: entry for entry in old.manifest.tensors}
+
+        def code(entry: TensorEntry) -> bytes:
+            was = before[entry.name]
+            if was.digest == entry.digest:
+                return b""
+            return encode_tensor(old.bits(was), new.bits(entry), entry.dtype, profile)
+
+        return self._make(base_of(old.manifest), new.manifest, profile, code)
+
+    def merge(self, deltas: Sequence[Delta], newest: Snapshot, profile: Profile) -> Delta:
+        """From consecutive deltas in the fast profile that end at ``newest``; the base itself is not needed."""
+        base = deltas[0].payload.base
+        assert base is not None, "a delta has a base"
+        steps: list[Mapping[str, bytes]] = [delta.parts() for delta in deltas]
+
+        def code(entry: TensorEntry) -> bytes:
+            return merge_tensor([step[entry.name] for step in steps], newest.bits(entry), entry.dtype, profile)
+
+        return self._make(base, newest.manifest, profile, code)
+
+    def stop(self) -> None:
+        """Let go of the threads; what is being made ends after the tensors at hand."""
+        self._stopped = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(
+        self, base: BaseVersion, target: Manifest, profile: Profile, code: Callable[[TensorEntry], bytes]
+    ) -> Delta:
+        began = time.monotonic()
+        # The largest first, so that no thread begins with it when the others are done.
+        order = sorted(target.tensors, key=lambda entry: -entry.size_bytes)
+        coded = dict(zip((entry.name for entry in order), self._pool.map(code, order), strict=True))
+        entries, offset = [], 0
+        for entry in target.tensors:
+            length = len(coded[entry.name])
+            entries.append(replace(entry, offset=offset, length=length))
+            offset += length
+        data = b"".join(coded[entry.name] for entry in target.tensors)
+        payload = Payload(
+            payload_id=delta_payload_id(target.policy, base.number, target.version, profile, tensor_digest(data)),
+            encoding=Encoding.DELTA,
+            size_bytes=offset,
+            target=replace(target, tensors=tuple(entries)),
+            base=base,
+            profile=profile,
+            encode_s=time.monotonic() - began,
+        )
+        return Delta(payload, data)
+
+
+def base_of(manifest: Manifest) -> BaseVersion:
+    """A version as the base of another."""
+    return BaseVersion(number=manifest.version, digest=manifest.digest)
+
+
+def total_bytes(deltas: Iterable[Delta]) -> int:
+    return sum(delta.size_bytes for delta in deltas)

@@ -1,0 +1,224 @@
+"""Replicas that fetch together: the publisher sends about one copy, and whatever a relay does, everybody gets it right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from services.common.errors import CorruptDataError, MillraceError, VersionUnavailableError
+from services.common.rpc.server import Server
+from services.common.transfer.serving import add_weight_service
+from services.common.transfer.source import PayloadRequest
+from services.common.types import FetchPlan, WeightVersion
+from services.common.weights.manifest import BaseVersion, full_payload_id
+from services.inference.weights import stripes
+from services.inference.weights.fetch import Fetched
+from services.inference.weights.fetcher import SourceFetcher
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.relay import Relay
+from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+
+MIB = 1 << 20
+
+
+class Member:
+    """One replica's weights, with a server of its own."""
+
+    def __init__(self) -> None:
+        self.mirror = Mirror(POLICY)
+        self.relay = Relay(self.mirror)
+        self.fetcher = SourceFetcher(lambda: RUN, ("bulk", "grpc"), self.relay)
+        self.server = Server(service="inference", instance_id="r", host="127.0.0.1", port=0)
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    async def take(self, version: WeightVersion, plan: FetchPlan | None, base: BaseVersion | None = None) -> Fetched:
+        fetched = await self.fetcher.fetch(version, base, plan)
+        good = False
+        try:
+            self.mirror.write(self.mirror.verify(fetched.payload, fetched.data))
+            good = True
+        finally:
+            self.fetcher.settled(fetched, good=good)
+        return fetched
+
+
+@asynccontextmanager
+async def members(count: int) -> AsyncIterator[list[Member]]:
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            member = Member()
+            await add_weight_service(member.server, {POLICY: member.relay})
+            await member.server.start()
+            stack.push_async_callback(member.server.stop, 0.1)
+            found.append(member)
+        yield found
+
+
+def plans(relays: Sequence[Member], count: int) -> list[FetchPlan]:
+    """For ``count`` receivers, the first of which are the relays."""
+    addresses = tuple(member.address for member in relays)
+    return [FetchPlan(relays=addresses, own_stripe=n if n < len(addresses) else None) for n in range(count)]
+
+
+def version_of(sender: Sender) -> WeightVersion:
+    return replace(sender.source.version, sources=(sender.address,))
+
+
+def holds(member: Member, source: MemorySource) -> bool:
+    manifest = member.mirror.manifest
+    return manifest is not None and manifest.digest == source.manifest.digest
+
+
+async def test_a_swarm_takes_little_more_than_one_copy_from_the_publisher() -> None:
+    source = MemorySource(16 * MIB)
+    async with sending(source, bytes_per_s=40 * MIB) as sender, members(6) as all_of_us:
+        version = version_of(sender)
+        taken = await asyncio.gather(
+            *(m.take(version, plan) for m, plan in zip(all_of_us, plans(all_of_us[:4], 6), strict=True))
+        )
+        assert all(holds(member, source) for member in all_of_us)
+        assert sender.budget.num_bytes_sent <= 1.01 * len(source.data)
+        for fetched in taken[:4]:
+            assert len(fetched.sources) == 4 and sender.address in fetched.sources
+        for fetched in taken[4:]:
+            assert sender.address not in fetched.sources
+
+
+async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
+    source = MemorySource(16 * MIB)
+    async with sending(source, bytes_per_s=8 * MIB) as sender, members(3) as (first, second, third):
+        version = version_of(sender)
+        one, two, three = plans([first, second], 3)
+        dying = asyncio.create_task(first.take(version, one))
+        others = [asyncio.create_task(second.take(version, two)), asyncio.create_task(third.take(version, three))]
+        await asyncio.sleep(0.7)  # in the middle of a transfer of two seconds
+        sent = sender.budget.num_bytes_sent
+        assert 0 < sent < len(source.data)
+        dying.cancel()
+        await first.server.stop(0.0)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*others)
+        assert holds(second, source) and holds(third, source)
+        # Only what the dead relay had not passed on yet is sent again, to each of two.
+        assert sender.budget.num_bytes_sent < 2.5 * len(source.data)
+
+
+async def test_a_relay_that_never_hears_of_the_payload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stripes.Swarm.__dataclass_fields__["stall_s"], "default", 0.5)
+    source = MemorySource(4 * MIB)
+    async with sending(source) as sender, members(2) as (deaf, member):
+        plan = FetchPlan(relays=(deaf.address, member.address), own_stripe=1)
+        async with asyncio.timeout(20):
+            fetched = await member.take(version_of(sender), plan)
+        assert (holds(member, source) and fetched.sources == (sender.address,)) or sender.address in fetched.sources
+
+
+async def test_a_relay_that_nobody_can_reach_is_given_up() -> None:
+    source = MemorySource(4 * MIB)
+    async with sending(source) as sender, members(1) as (member,):
+        plan = FetchPlan(relays=("127.0.0.1:9", member.address), own_stripe=1)
+        async with asyncio.timeout(30):
+            await member.take(version_of(sender), plan)
+        assert holds(member, source)
+
+
+async def test_a_relay_that_lies_is_found_out_and_the_next_attempt_relies_on_the_source_alone() -> None:
+    source = MemorySource(4 * MIB)
+    async with sending(source) as sender, members(2) as (liar, member):
+        version = version_of(sender)
+        plan = FetchPlan(relays=(liar.address, member.address), own_stripe=1)
+        honest = await liar.fetcher.fetch(version, None, None)
+        honest.data[:100] = bytes(100)  # it passes on what it has: this
+        with pytest.raises(CorruptDataError, match="digest"):
+            await member.take(version, plan)
+        assert member.mirror.manifest is None
+        await member.take(version, None)
+        assert holds(member, source)
+
+
+async def test_a_late_joiner_fetches_from_a_holder_and_the_publisher_sends_nothing() -> None:
+    source = MemorySource(4 * MIB)
+    async with sending(source) as sender, members(2) as (early, late):
+        await early.take(version_of(sender), None)
+        sent = sender.budget.num_bytes_sent
+        version = replace(source.version, sources=(early.address, sender.address))
+        fetched = await late.take(version, None)
+        assert holds(late, source) and fetched.sources == (early.address,)
+        assert sender.budget.num_bytes_sent == sent
+
+
+async def test_a_late_joiner_whose_holder_is_gone_fetches_from_the_publisher() -> None:
+    source = MemorySource(4 * MIB)
+    async with sending(source) as sender, members(1) as (late,):
+        version = replace(source.version, sources=("127.0.0.1:9", sender.address))
+        async with asyncio.timeout(30):
+            fetched = await late.take(version, None)
+        assert holds(late, source) and fetched.sources == (sender.address,)
+
+
+async def test_a_snapshot_read_from_a_relay_is_whole_whatever_is_written_meanwhile() -> None:
+    first, second = MemorySource(4 * MIB, seed=1), MemorySource(4 * MIB, seed=2)
+    async with sending(first) as sender, members(1) as (member,):
+        await member.take(version_of(sender), None)
+        manifest = member.mirror.manifest
+        assert manifest is not None
+        reader = member.relay.open(full_payload_id(manifest))
+        begin = bytes(await reader.read(0, MIB))
+        entry = manifest.tensors[0]
+        update = replace(member.mirror.verify(*await _as_full(second)), whole={entry.name: second.data.copy()})
+        member.mirror.write(update)
+        rest, offset = [begin], MIB
+        while offset < reader.size_bytes:
+            rest.append(bytes(await reader.read(offset, MIB)))
+            offset += len(rest[-1])
+        reader.close()
+        assert b"".join(rest) == first.data.tobytes()
+
+
+async def _as_full(source: MemorySource) -> tuple:  # type: ignore[type-arg]
+    request = PayloadRequest(run_id=RUN, policy=POLICY, version=1)
+    return source.payload(request), memoryview(source.data.copy())
+
+
+async def test_what_a_relay_does_not_hold_it_does_not_offer() -> None:
+    source = MemorySource(2 * MIB)
+    async with sending(source) as sender, members(1) as (member,):
+        with pytest.raises(VersionUnavailableError, match="held: nothing"):
+            member.relay.payload(PayloadRequest(run_id=RUN, policy=POLICY, version=1))
+        await member.take(version_of(sender), None)
+        assert member.relay.payload(PayloadRequest(run_id=RUN, policy=POLICY, version=1)).size_bytes == 2 * MIB
+        for wrong in ({"version": 2}, {"run_id": "another"}):
+            with pytest.raises(VersionUnavailableError):
+                member.relay.payload(PayloadRequest(**{"run_id": RUN, "policy": POLICY, "version": 1, **wrong}))
+
+
+async def test_readers_of_a_transfer_that_fails_are_told_at_once() -> None:
+    source = MemorySource(4 * MIB)
+    source.fail_at = 2 * MIB
+    async with sending(source) as sender, members(2) as (relay, reader):
+        version = version_of(sender)
+        failing = asyncio.create_task(relay.take(version, None))
+        other = asyncio.create_task(
+            reader.take(version, FetchPlan(relays=(relay.address, reader.address), own_stripe=1))
+        )
+        async with asyncio.timeout(30):
+            results = await asyncio.gather(failing, other, return_exceptions=True)
+        assert all(isinstance(result, MillraceError) for result in results)
+        assert reader.mirror.manifest is None
+
+
+def test_stripes_cover_the_payload_once_and_are_not_smaller_than_pays() -> None:
+    for size in (0, 1, MIB - 1, MIB, 2 * MIB, 10 * MIB + 7, 64 * MIB):
+        for relays in (1, 2, 3, 16):
+            cut = stripes.cut(size, relays)
+            assert [start for start, _ in cut] == [0, *(end for _, end in cut[:-1])] and cut[-1][1] == size
+            assert len(cut) == 1 or min(end - start for start, end in cut[:-1]) >= MIB
+            assert len(cut) <= relays
