@@ -156,6 +156,8 @@ class WeightSource:
                     payload_request_to_proto(request, self._transports, host_identity()),
                     timeout=DEADLINES["GetManifest"],
                     metadata=call_metadata(self._run_id),
+                    # Who is not there is not waited for: another source, or another attempt, comes sooner.
+                    wait_for_ready=False,
                 )
         except BaseUnavailableError:
             if base is None:

@@ -69,7 +69,7 @@ class Swarm:
                     tasks.create_task(self._stripe(number, wanted), name=f"weights stripe {number}")
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled with it
-        return tuple(address for address, _ in self._bytes_from.most_common())
+        return tuple(address for address, count in self._bytes_from.most_common() if count)
 
     async def _stripe(self, number: int, wanted: ByteRange) -> None:
         if number != self.plan.own_stripe:
