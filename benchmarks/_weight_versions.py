@@ -6,6 +6,7 @@ are trained with a small learning rate. Shared by the benchmarks of weights; it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ def _spec(name: str, rows: int, columns: int) -> TensorSpec:
 class VersionMaker:
     """Writes one version after the other into sealed snapshot files."""
 
-    def __init__(self, size_bytes: int, directory: Path, seed: int, density: float = DENSITY) -> None:
-        self.specs = model_specs(size_bytes)
+    def __init__(self, specs: Sequence[TensorSpec], directory: Path, seed: int, density: float = DENSITY) -> None:
+        self.specs = specs
         self.size_bytes = sum(spec.size_bytes for spec in self.specs)
         self._directory = directory
         self._density = density

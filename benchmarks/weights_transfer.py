@@ -42,16 +42,17 @@ import structlog
 import torch
 from _plain_sync import PlainReceiver, PlainSender, receive_into
 from _report import median_and_spread, report
-from _weight_versions import DENSITY, POLICY, RUN, VersionMaker
+from _weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
 
+from services.common.config.policy import WeightsConfig
 from services.common.types import WeightVersion
 from services.common.weights.manifest import Manifest
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot
 from services.inference.engine.in_place import prepare
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetch import fetch
-from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.fetch_range import receive_buffer
+from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import WeightUpdater
 from services.trainer.publisher_process import PublisherProcess
@@ -160,9 +161,9 @@ class Benchmark:
     def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
         theirs, ours = ({int(core) for core in part.split(",")} for part in arguments.cores.split(":"))
         self.repeats = arguments.repeats
-        self.versions = VersionMaker(arguments.size_mib << 20, DEFAULT_DIRECTORIES[0], arguments.seed)
+        self.versions = VersionMaker(model_specs(arguments.size_mib << 20), DEFAULT_DIRECTORIES[0], arguments.seed)
         self.publisher = PublisherProcess(
-            run_id=RUN, policy=POLICY, port=0, transfer="delta", keep=2, full_every=0, run_dir=scratch
+            run_id=RUN, policy=POLICY, config=WeightsConfig(port=0), run_dir=scratch
         )
         os.sched_setaffinity(0, theirs)  # the publisher inherits it
         self.publisher.start()

@@ -6,10 +6,11 @@ A delta is its bytes and the payload that describes them. Knows nothing about wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from services.common.errors import InfrastructureError
 from services.common.weights.codec import encode_tensor
 from services.common.weights.digest import tensor_digest
 from services.common.weights.manifest import (
@@ -21,7 +22,6 @@ from services.common.weights.manifest import (
     TensorEntry,
     delta_payload_id,
 )
-from services.common.weights.merge import merge_tensor
 from services.common.weights.snapshot_file import Snapshot
 
 
@@ -44,26 +44,32 @@ class Delta:
 
 
 class DeltaMaker:
-    """Codes tensor by tensor, on several threads. ``stop`` ends what is being made with ``Stopped``."""
+    """Codes tensor by tensor, on several threads. What is being made when it is stopped fails with
+    ``InfrastructureError``."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, "delta.encode")
         self._stopped = False
 
-    def encode(self, old: Snapshot, new: Snapshot, profile: Profile) -> Delta:
-        """From the bits of two versions with the same tensors."""
+    def encode(self, old: Snapshot, new: Snapshot) -> Delta:
+        """From the bits of two versions with the same tensors, in the fast profile."""
         before = {entry.name: entry for entry in old.manifest.tensors}
 
         def code(entry: TensorEntry) -> bytes:
             was = before[entry.name]
             if was.digest == entry.digest:
                 return b""
-            return encode_tensor(old.bits(was), new.bits(entry), entry.dtype, profile)
+            return encode_tensor(old.bits(was), new.bits(entry), entry.dtype)
 
-        return self._make(base_of(old.manifest), new.manifest, profile, code)
+        return self._make(base_of(old.manifest), new.manifest, Profile.FAST, code)
 
     def merge(self, deltas: Sequence[Delta], newest: Snapshot, profile: Profile) -> Delta:
-        """From consecutive deltas in the fast profile that end at ``newest``; the base itself is not needed."""
+        """From consecutive deltas in the fast profile that end at ``newest``; the base itself is not needed.
+
+        One delta alone is coded again in another profile.
+        """
+        from services.common.weights.merge import merge_tensor
+
         base = deltas[0].payload.base
         assert base is not None, "a delta has a base"
         steps: list[Mapping[str, bytes]] = [delta.parts() for delta in deltas]
@@ -74,7 +80,7 @@ class DeltaMaker:
         return self._make(base, newest.manifest, profile, code)
 
     def stop(self) -> None:
-        """Let go of the threads; what is being made ends after the tensors at hand."""
+        """Let go of the threads, after the tensors at hand."""
         self._stopped = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -84,7 +90,13 @@ class DeltaMaker:
         began = time.monotonic()
         # The largest first, so that no thread begins with it when the others are done.
         order = sorted(target.tensors, key=lambda entry: -entry.size_bytes)
-        coded = dict(zip((entry.name for entry in order), self._pool.map(code, order), strict=True))
+        try:
+            futures = {entry.name: self._pool.submit(code, entry) for entry in order}
+            coded = {name: future.result() for name, future in futures.items()}
+        except (CancelledError, RuntimeError) as error:
+            if not self._stopped:
+                raise
+            raise InfrastructureError("this publisher is stopping") from error
         entries, offset = [], 0
         for entry in target.tensors:
             length = len(coded[entry.name])
@@ -106,7 +118,3 @@ class DeltaMaker:
 def base_of(manifest: Manifest) -> BaseVersion:
     """A version as the base of another."""
     return BaseVersion(number=manifest.version, digest=manifest.digest)
-
-
-def total_bytes(deltas: Iterable[Delta]) -> int:
-    return sum(delta.size_bytes for delta in deltas)

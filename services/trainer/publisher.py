@@ -12,25 +12,30 @@ import argparse
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from services.common.config.policy import WeightsConfig
 from services.common.errors import MillraceError
 from services.common.logs import configure
-from services.common.pb import weights_pb2_grpc
+from services.common.memory import keep_freed_memory
 from services.common.process import die_with_parent_if_asked
 from services.common.rpc.server import Server
-from services.trainer.publisher_servicer import WeightServicer
+from services.common.transfer.serving import add_weight_service
 from services.trainer.publisher_store import PublisherStore
 
 log = structlog.get_logger()
+
+WAITING_RECEIVERS = 64  # threads that may wait for a delta that is being made, and let others be answered meanwhile
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     die_with_parent_if_asked()
+    keep_freed_memory(one_arena=True)
     configure("publisher", arguments.run_dir, f"publisher-{arguments.policy}")
     try:
         asyncio.run(_serve(arguments))
@@ -40,24 +45,20 @@ def main() -> None:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    store = PublisherStore(
-        arguments.run_id,
-        arguments.policy,
-        keep=arguments.keep,
-        delta=arguments.transfer == "delta",
-        full_every=arguments.full_every,
-    )
-    servicer = WeightServicer(store, arguments.policy)
+    config: WeightsConfig = arguments.weights
+    store = PublisherStore(arguments.run_id, arguments.policy, config)
+    waiting = ThreadPoolExecutor(WAITING_RECEIVERS, "publisher.payload")
+    asyncio.get_running_loop().set_default_executor(waiting)
     server = Server(
         service="publisher",
         instance_id=f"publisher-{arguments.policy}",
         host=arguments.host,
-        port=arguments.port,
+        port=config.port if arguments.port is None else arguments.port,
         run_id=arguments.run_id,
         port_setting=f"policies.{arguments.policy}.weights.port",
     )
-    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
-    server.set_gauges(lambda: {"newest_version": store.newest, "bytes_sent": servicer.num_bytes_sent})
+    servicer = await add_weight_service(server, {arguments.policy: store}, send_bytes_per_s=config.send_bytes_per_s)
+    server.set_gauges(lambda: {**store.gauges(), "bytes_sent": float(servicer.budget.num_bytes_sent)})
     await server.start()
     _answer({"address": server.address})
     commands = asyncio.create_task(_obey(store, server), name="publisher.commands")
@@ -100,12 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-id", required=True, help="the run; other runs are refused")
     parser.add_argument("--policy", required=True, help="the policy whose versions are served")
     parser.add_argument("--host", default="127.0.0.1", help="bind address; only loopback is allowed")
-    parser.add_argument("--port", type=int, default=0, help="gRPC port; 0 takes a free one")
     parser.add_argument(
-        "--transfer", choices=("full", "delta"), default="delta", help="offer deltas, or snapshots only"
+        "--weights",
+        type=WeightsConfig.model_validate_json,
+        default=WeightsConfig(),
+        metavar="JSON",
+        help="the policy's section `weights` of the recipe",
     )
-    parser.add_argument("--keep", type=int, default=2, help="snapshots kept")
-    parser.add_argument("--full-every", type=int, default=0, help="serve every n-th version in full; 0 is never")
+    parser.add_argument("--port", type=int, help="gRPC port instead of the section's; 0 takes a free one")
     parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")
     return parser
 

@@ -12,12 +12,12 @@ import select
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from services.common.config.policy import WeightsConfig
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.process import DIE_WITH_PARENT
 
@@ -31,22 +31,12 @@ STOP_TIMEOUT_S = 5.0
 class PublisherProcess:
     """One publisher, restarted on the same address when it dies; it is then told again what it served."""
 
-    def __init__(
-        self,
-        *,
-        run_id: str,
-        policy: str,
-        port: int,
-        transfer: str,
-        keep: int,
-        full_every: int,
-        run_dir: Path | None = None,
-    ) -> None:
-        self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--transfer={transfer}", f"--keep={keep}"]
-        self._arguments += [f"--full-every={full_every}"]
+    def __init__(self, *, run_id: str, policy: str, config: WeightsConfig, run_dir: Path | None = None) -> None:
+        self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
         self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
-        self._port = port
-        self._announced: deque[Path] = deque(maxlen=keep)
+        self._port = config.port
+        self._keep = config.keep_versions
+        self._announced: list[Path] = []  # oldest first; what the publisher no longer keeps goes when its file is gone
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self.address = ""
@@ -69,7 +59,7 @@ class PublisherProcess:
 
     def announce(self, path: Path) -> None:
         """Make a sealed snapshot fetchable; starts the publisher again first when it has died."""
-        self._announced.append(path)
+        self._announced = [*(known for known in self._announced if known != path and known.exists()), path]
         if self._process is not None and self._process.poll() is None:
             try:
                 self._add(path)
@@ -78,9 +68,10 @@ class PublisherProcess:
                 pass  # it died between the look and the word
         log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
         self.start()
-        for kept in self._announced:
-            if kept.exists():
-                self._add(kept)
+        for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader
+            left.unlink(missing_ok=True)
+        for kept in self._announced[-self._keep :]:
+            self._add(kept)
 
     def stop(self) -> None:
         if self._process is None:

@@ -33,9 +33,7 @@ class SnapshotPublisher:
         self.process.announce(written.path)
         digest = written.manifest.digest
         return Published(
-            version=WeightVersion(
-                policy=self.policy, number=version, digest=digest, sources=(self.process.address,)
-            ),
+            version=WeightVersion(policy=self.policy, number=version, digest=digest, sources=(self.process.address,)),
             metrics={
                 "snapshot_s": written.copy_s,
                 "snapshot_digest_s": written.digest_s,

@@ -22,7 +22,8 @@ from services.common.weights.codec import ChunkChange
 from services.common.weights.dtypes import Bits, element_type
 from services.inference.engine.weight_update import WeightUpdate
 
-# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and has no bfloat16.
+# numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
+# fast as copy_; it has no bfloat16.
 _SIGNED = {2: torch.int16, 4: torch.int32}
 
 
@@ -51,8 +52,19 @@ class _DeviceScatter:
 
 
 @dataclass(frozen=True, slots=True)
+class _HostCopy:
+    """Consecutive elements of one tensor in host memory, or all of it, through arrays that share the memory."""
+
+    target: npt.NDArray[np.signedinteger[Any]]  # flat
+    values: npt.NDArray[np.signedinteger[Any]]
+
+    def apply(self) -> None:
+        np.copyto(self.target, self.values)
+
+
+@dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive elements of one tensor, or all of it."""
+    """Consecutive elements of one tensor, or all of it, on a device or from another type."""
 
     target: torch.Tensor
     values: torch.Tensor
@@ -61,7 +73,7 @@ class _Run:
         self.target.copy_(self.values)
 
 
-_Write = _HostScatter | _DeviceScatter | _Run
+_Write = _HostScatter | _HostCopy | _DeviceScatter | _Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> Prepar
     writes: list[_Write] = []
     for name, tensor in update.whole.items():
         values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        writes.append(_Run(weights[name], values))
+        writes.append(_copy(weights[name], values))
     for name, changes in update.changes.items():
         writes.extend(_writes(weights[name], changes, update.dtype))
     return PreparedUpdate(update.version, writes)
@@ -94,7 +106,7 @@ def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> Prepar
 def _writes(own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> list[_Write]:
     flat = own.view(-1)
     runs: list[_Write] = [
-        _Run(flat[change.start : change.start + len(change.values)], _cast(change.values, dtype, own))
+        _copy(flat[change.start : change.start + len(change.values)], _cast(change.values, dtype, own))
         for change in changes
         if change.positions is None
     ]
@@ -109,6 +121,15 @@ def _writes(own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> li
         return [*runs, _DeviceScatter(flat, torch.from_numpy(positions).to(own.device), values)]
     signed = _SIGNED[own.element_size()]
     return [*runs, _HostScatter(flat.view(signed).numpy(), positions, values.view(signed).numpy())]
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> _Write:
+    on_host = target.device.type == values.device.type == "cpu"
+    alike = target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous()
+    signed = _SIGNED.get(target.element_size())
+    if not on_host or not alike or signed is None:
+        return _Run(target, values)
+    return _HostCopy(*(tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values)))
 
 
 def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,360 @@
+"""What a new version costs generation: the pause of a swap, and tokens per second with a publish every second.
+
+A publisher process on a core of its own publishes a version with about 1% of the weights changed, every second. The torch
+engine generates all the while; its thread has a core of its own, fetching, verifying and the event loop have another.
+
+- pause: the longest gap between two decoding steps around a swap (kept KV cache), against one decoding step plus a
+  scatter of the same changes into the same tensors, measured in the same run.
+- kept_share: tokens/s with a publish every second over tokens/s without, windows taken in turns.
+- recompute_ratio: what a swap costs when the KV cache of live requests is recomputed, over prefilling those tokens.
+- thrown_away: tokens that were sampled and not delivered; 0 unless the plain arm is meant.
+
+The plain arm does what synchronous systems do: abort everything, load the whole state dict, start the prompts again.
+
+    python benchmarks/weights_pause.py [--quick] [--seed 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from _report import median_and_spread, report
+from _weight_versions import POLICY, RUN, VersionMaker
+from _workload import MODELS
+
+from services.common.models import named_weights
+from services.common.types import Sampling, WeightVersion
+from services.common.weights.manifest import TensorSpec
+from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
+from services.inference.engine.torch_engine import TorchEngine
+from services.inference.engine.weight_update import WeightUpdate
+from services.inference.weights.fetcher import SourceFetcher
+from services.inference.weights.mirror import Mirror
+from services.inference.weights.relay import Relay
+from services.inference.weights.updater import WeightUpdater
+from services.trainer.publisher_process import PublisherProcess
+
+SLOTS = 32
+PROMPT = 64
+NEW_TOKENS = 192
+PUBLISH_EVERY_S = 1.0
+MODEL = "small"
+
+
+# -- the publishing side, a process of its own ---------------------------------------------------------------------
+
+
+def _publish_on_request(pipe: Connection, specs: list[TensorSpec], core: int, seed: int) -> None:
+    os.sched_setaffinity(0, {core})
+    directory = Path(tempfile.mkdtemp(prefix="millrace-bench-", dir="/dev/shm"))
+    publisher = PublisherProcess(run_id=RUN, policy=POLICY, port=0, transfer="delta", keep=3, full_every=0)
+    publisher.start()
+    maker = VersionMaker(specs, directory, seed)
+    while pipe.recv() == "publish":
+        path, manifest = maker.write()
+        publisher.announce(path)
+        pipe.send(
+            WeightVersion(policy=POLICY, number=manifest.version, digest=manifest.digest, sources=(publisher.address,))
+        )
+    publisher.stop()
+    for left in directory.iterdir():
+        left.unlink()
+    directory.rmdir()
+
+
+class PublishingProcess:
+    """Makes and serves the next version when asked."""
+
+    def __init__(self, specs: list[TensorSpec], core: int, seed: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, specs, core, seed)
+        self._process = context.Process(target=_publish_on_request, args=arguments, daemon=False)
+        self._process.start()
+
+    async def publish(self) -> WeightVersion:
+        self._pipe.send("publish")
+        version: WeightVersion = await asyncio.to_thread(self._pipe.recv)
+        return version
+
+    def close(self) -> None:
+        self._pipe.send("end")
+        self._process.join(20)
+
+
+# -- the generating side -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """When each decoding step ended, and how many tokens it made. Written by the engine's thread."""
+
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def on_tokens(self, count: int, at: float) -> None:
+        self.times.append(time.perf_counter())
+        self.tokens.append(count)
+
+    def rate(self, begin: float, end: float) -> float:
+        return sum(n for t, n in zip(self.times, self.tokens, strict=False) if begin <= t < end) / (end - begin)
+
+    def gaps(self, begin: float, end: float) -> np.ndarray:
+        return np.diff([t for t in self.times if begin <= t < end])
+
+
+class Replica:
+    """Engine, mirror, updater, and as many streams of requests as the engine has slots."""
+
+    def __init__(self, kv_policy: KvPolicy, seed: int) -> None:
+        self.steps = Steps()
+        self.model = build_model(seed)
+        self.mirror = Mirror(POLICY)
+        self.mirror.fill(named_weights(self.model), run_id=RUN, version=0, dtype="bfloat16")
+        self.engine = TorchEngine(
+            self.model, num_slots=SLOTS, context_length=512, kv_policy=kv_policy, on_tokens=self.steps.on_tokens
+        )
+        fetcher = SourceFetcher(lambda: RUN, relay=Relay(self.mirror))
+        self.updater = WeightUpdater(self.mirror, self.engine, fetcher)
+        self.delivered = 0
+        self.versions: set[int] = set()
+        self._numbers = itertools.count()
+        self._rng = np.random.default_rng(seed)
+        self._ending = False
+        self.thrown_away = 0
+
+    @asynccontextmanager
+    async def generating(self, engine_core: int) -> AsyncIterator[None]:
+        before = {thread.ident for thread in threading.enumerate()}
+        await self.engine.start()
+        [thread] = [t for t in threading.enumerate() if t.ident not in before and t.name == "torch-engine"]
+        assert thread.native_id is not None
+        os.sched_setaffinity(thread.native_id, {engine_core})
+        following = asyncio.create_task(self.updater.run())
+        streams = [asyncio.create_task(self._stream(slot)) for slot in range(SLOTS)]
+        await asyncio.sleep(0.5)
+        try:
+            yield
+        finally:
+            self._ending = True
+            await asyncio.gather(*streams)
+            self.thrown_away += self.engine.counters.generated - self.delivered
+            following.cancel()
+            await self.engine.stop()
+
+    async def _stream(self, slot: int) -> None:
+        # Different first lengths, so that the slots do not all end in the same step.
+        length = PROMPT + 1 + slot * NEW_TOKENS // SLOTS
+        while not self._ending:
+            prompt = tuple(int(t) for t in self._rng.integers(0, MODELS[MODEL]["vocab_size"], PROMPT))
+            number = next(self._numbers)
+            request = GenerationRequest(
+                request_id=str(number),
+                prompt_ids=prompt,
+                sampling=Sampling(max_new_tokens=length),
+                stop_token_ids=(),
+                seed=number,
+            )
+            result = await self.engine.generate(request)
+            length = NEW_TOKENS
+            if result.finish_reason is FinishReason.ABORTED:
+                continue  # the plain arm: what was sampled is lost
+            assert all(segment.weight_version is not None for segment in result.segments)
+            self.versions |= {segment.weight_version for segment in result.segments}
+            self.delivered += len(result.token_ids)
+
+    async def abort_all(self) -> None:
+        first = next(self._numbers)
+        await asyncio.gather(*(self.engine.abort(str(number)) for number in range(max(0, first - 2 * SLOTS), first)))
+
+    async def time_prefill(self) -> float:
+        """Seconds to compute the KV cache of everything that is live, as the engine does it."""
+
+        def prefill() -> float:
+            core = self.engine._core
+            live = np.flatnonzero(core.table.live)
+            core.table.cached[live] = 0
+            began = time.perf_counter()
+            core._compute_prefixes(live.tolist())
+            return time.perf_counter() - began
+
+        return await self.engine._call("prefill", prefill)
+
+
+def build_model(seed: int) -> Any:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=4096, **MODELS[MODEL])
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+async def window(replica: Replica, seconds: float, each_second: Callable[[], Any] | None) -> tuple[float, list[float]]:
+    """Tokens per second, and the longest gap between steps around each publish."""
+    begin = time.perf_counter()
+    pauses = []
+    if each_second is None:
+        await asyncio.sleep(seconds)
+    else:
+        for second in range(int(seconds / PUBLISH_EVERY_S)):
+            await asyncio.sleep(max(0.0, begin + second * PUBLISH_EVERY_S + 0.2 - time.perf_counter()))
+            asked = time.perf_counter()
+            await each_second()
+            pauses.append(float(replica.steps.gaps(asked, time.perf_counter() + 1e-3).max(initial=0.0)))
+        await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
+    return replica.steps.rate(begin, time.perf_counter()), pauses
+
+
+async def swapped(replica: Replica, publishing: PublishingProcess) -> None:
+    """Publish, and wait until the engine serves it."""
+    version = await publishing.publish()
+    replica.updater.offer(version)
+    async with asyncio.timeout(30):
+        while replica.updater.held().number != version.number:  # noqa: ASYNC110 - a probe, not a service
+            await asyncio.sleep(0.002)
+    await asyncio.sleep(0.05)  # the step after the swap ends within the window that is looked at
+
+
+async def plainly(replica: Replica, publishing: PublishingProcess) -> None:
+    """Abort everything, load the whole version, start again."""
+    version = await publishing.publish()
+    await replica.abort_all()
+    await replica.engine.update(WeightUpdate.full(replica.mirror.host_tensors(), version.number))
+    await asyncio.sleep(0.05)
+
+
+def time_scatter(replica: Replica, core: int) -> float:
+    """In-place scatter of about as many changes as a version has, into clones of the same tensors. Pinned as the engine."""
+    rng = np.random.default_rng(0)
+    tensors = [t.detach().clone().view(-1).numpy() for t in named_weights(replica.model).values()]
+    jobs = []
+    for tensor in tensors:
+        positions = np.unique(rng.integers(0, len(tensor), max(1, len(tensor) // 100)))
+        jobs.append((tensor, positions, rng.standard_normal(len(positions), dtype=np.float32)))
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        for tensor, positions, values in jobs:
+            tensor[positions] = values
+        times.append(time.perf_counter() - began)
+    os.sched_setaffinity(0, mine)
+    return statistics.median(times)
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        print("only one core: publisher and engine share it")
+    engine_core, other_core, publisher_core = cores[0], cores[min(1, len(cores) - 1)], cores[min(2, len(cores) - 1)]
+    seconds, pairs = (4.0, 2) if arguments.quick else (10.0, 4)
+    torch.set_num_threads(1)
+    specs_model = build_model(arguments.seed)
+    specs = [TensorSpec(name=n, dtype="bfloat16", shape=tuple(t.shape)) for n, t in named_weights(specs_model).items()]
+    os.sched_setaffinity(0, {other_core})
+    publishing = PublishingProcess(specs, publisher_core, arguments.seed)
+    try:
+        kept = Replica(KvPolicy.KEEP, arguments.seed)
+        async with kept.generating(engine_core):
+            await swapped(kept, publishing)  # the first is a full snapshot
+            without, publish, pauses = [], [], []
+            for _ in range(pairs):
+                without.append((await window(kept, seconds, None))[0])
+                rate, gaps = await window(kept, seconds, lambda: swapped(kept, publishing))
+                publish.append(rate)
+                pauses += gaps
+            step_s = float(np.median(np.diff(kept.steps.times[-500:])))
+        scatter_s = time_scatter(kept, engine_core)
+        anew = Replica(KvPolicy.RECOMPUTE, arguments.seed)
+        async with anew.generating(engine_core):
+            await swapped(anew, publishing)
+            anew_without, anew_publish, prefills = [], [], []
+            for _ in range(pairs):
+                anew_without.append((await window(anew, seconds, None))[0])
+                prefills += [await anew.time_prefill() for _ in range(3)]
+                anew_publish.append((await window(anew, seconds, lambda: swapped(anew, publishing)))[0])
+                prefills += [await anew.time_prefill() for _ in range(3)]
+        plain = Replica(KvPolicy.RECOMPUTE, arguments.seed)
+        async with plain.generating(engine_core):
+            plain_without = (await window(plain, seconds, None))[0]
+            plain_rate, plain_pauses = await window(plain, seconds, lambda: plainly(plain, publishing))
+    finally:
+        publishing.close()
+    publishes = int(seconds / PUBLISH_EVERY_S)
+    prefill_s = statistics.median(prefills)
+    losses = [(1 - w / o) * seconds / publishes for w, o in zip(anew_publish, anew_without, strict=True)]
+    floor_s = scatter_s + step_s
+    ratios = [pause / floor_s for pause in pauses if pause]
+    ratio, spread = median_and_spread(ratios)
+    kept_share, kept_spread = median_and_spread([w / o for w, o in zip(publish, without, strict=True)])
+    recompute_ratio, recompute_spread = median_and_spread([loss / prefill_s for loss in losses])
+    last = kept.updater.last
+    assert last is not None
+    return {
+        "ratio": ratio,
+        "spread": spread,
+        "pause_ms": 1e3 * statistics.median(pauses),
+        "floor_ms": 1e3 * floor_s,
+        "step_ms": 1e3 * step_s,
+        "scatter_ms": 1e3 * scatter_s,
+        "swap_ms": 1e3 * last.pause_s,
+        "kept_share": kept_share,
+        "kept_spread": kept_spread,
+        "tokens_per_s": statistics.median(without),
+        "recompute_ratio": recompute_ratio,
+        "recompute_spread": recompute_spread,
+        "recompute_share": statistics.median(w / o for w, o in zip(anew_publish, anew_without, strict=True)),
+        "prefill_ms": 1e3 * prefill_s,
+        "thrown_away": kept.thrown_away + anew.thrown_away,
+        "num_versions": len(kept.versions | anew.versions),
+        "num_changes": last.num_changes,
+        "delta_bytes": last.payload_size_bytes,
+        "plain_share": (plain_rate - plain.thrown_away / seconds) / plain_without,  # of tokens that were of use
+        "plain_pause_ms": 1e3 * statistics.median(plain_pauses),
+        "plain_thrown_away": plain.thrown_away,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="windows of 4 s, two pairs; about a minute")
+    parser.add_argument("--seed", type=int, default=3)
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    found = asyncio.run(measure(arguments))
+    print(
+        f"pause {found['pause_ms']:.1f} ms per swap (write {found['swap_ms']:.2f} ms); one step {found['step_ms']:.1f} ms "
+        f"+ scatter {found['scatter_ms']:.2f} ms: ratio {found['ratio']:.2f} ±{found['spread']:.0%}\n"
+        f"a publish every second: {found['kept_share']:.1%} ±{found['kept_spread']:.1%} of {found['tokens_per_s']:.0f} "
+        f"tokens/s with kept KV, {found['recompute_share']:.1%} with recomputed KV "
+        f"({found['recompute_ratio']:.2f} ±{found['recompute_spread']:.0%} of the prefill, {found['prefill_ms']:.0f} ms)\n"
+        f"thrown away: {found['thrown_away']} tokens over {found['num_versions']} versions; "
+        f"the plain scheme keeps {found['plain_share']:.1%}, stands still for {found['plain_pause_ms']:.0f} ms "
+        f"and throws {found['plain_thrown_away']} tokens away"
+    )
+    report(
+        "weights_pause", found["pause_ms"], found["plain_pause_ms"], found.pop("ratio"), found.pop("spread"), **found
+    )
+
+
+if __name__ == "__main__":
+    main()
