@@ -40,6 +40,7 @@ from _report import median_and_spread, report
 from _weight_versions import POLICY, RUN, VersionMaker
 from _workload import MODELS
 
+from services.common.config.policy import WeightsConfig
 from services.common.models import named_weights
 from services.common.types import Sampling, WeightVersion
 from services.common.weights.manifest import TensorSpec
@@ -65,7 +66,7 @@ MODEL = "small"
 def _publish_on_request(pipe: Connection, specs: list[TensorSpec], core: int, seed: int) -> None:
     os.sched_setaffinity(0, {core})
     directory = Path(tempfile.mkdtemp(prefix="millrace-bench-", dir="/dev/shm"))
-    publisher = PublisherProcess(run_id=RUN, policy=POLICY, port=0, transfer="delta", keep=3, full_every=0)
+    publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, keep_versions=3))
     publisher.start()
     maker = VersionMaker(specs, directory, seed)
     while pipe.recv() == "publish":

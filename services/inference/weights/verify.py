@@ -6,12 +6,11 @@ ones from a scratch of one chunk, so that a model needs no second copy to be ver
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from services.common.weights.dtypes import Bits, element_type
 from services.common.weights.manifest import Manifest, Payload, TensorEntry
 
 _MOST_THREADS = 2  # it verifies beside generation, and two threads read memory about as fast as it goes
-_Checked = TypeVar("_Checked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,45 +47,62 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
         _check(entry, tensor_digest(bits, algorithm_of(entry.digest)))
         return bits
 
-    whole = _for_every(payload.target.tensors, check)
-    num_elements = sum(math.prod(entry.shape) for entry in payload.target.tensors)
-    return Verified(manifest=payload.target, whole=whole, num_changes=num_elements, borrowed=borrowed)
+    tensors = payload.target.tensors
+    with _threads() as pool:
+        whole = {entry.name: pool.submit(check, entry) for entry in _largest_first(tensors)}
+        return Verified(
+            manifest=payload.target,
+            whole={entry.name: whole[entry.name].result() for entry in tensors},
+            num_changes=sum(entry.num_elements for entry in tensors),
+            borrowed=borrowed,
+        )
 
 
 def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapping[str, Bits]) -> Verified:
     """Changes against ``bits``, which stay as they are. ``CorruptDataError`` when the result would be another."""
+    changes: dict[str, Sequence[ChunkChange]] = {}
     unchanged = {entry.name: entry.digest for entry in held.tensors}
-
-    def check(entry: TensorEntry) -> Sequence[ChunkChange]:
-        old = bits.get(entry.name)
-        if old is None or len(old) != entry.num_elements:
-            raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
-        if not entry.length:
-            if unchanged.get(entry.name) != entry.digest:
-                raise CorruptDataError(f"the delta leaves {entry.name} as it is, but the target's digest is another")
-            return ()
-        if entry.offset + entry.length > len(data):
-            raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
-        decoded = list(decode_tensor(old, data[entry.offset : entry.offset + entry.length], entry.dtype))
-        _check(entry, digest_parts(_parts(old, decoded), algorithm_of(entry.digest)))
-        return decoded
-
-    changes = {name: found for name, found in _for_every(payload.target.tensors, check).items() if found}
-    num_changes = sum(change.num_changes for found in changes.values() for change in found)
+    with _threads() as pool:
+        checks = []
+        # Decoding is many short calls, which threads would only take from each other; digesting is few long ones.
+        for entry in _largest_first(payload.target.tensors):
+            old = bits.get(entry.name)
+            if old is None or len(old) != entry.num_elements:
+                raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
+            if not entry.length:
+                if unchanged.get(entry.name) != entry.digest:
+                    raise CorruptDataError(
+                        f"the delta leaves {entry.name} as it is, but the target's digest is another"
+                    )
+                continue
+            if entry.offset + entry.length > len(data):
+                raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+            decoded = list(decode_tensor(old, data[entry.offset : entry.offset + entry.length], entry.dtype))
+            changes[entry.name] = decoded
+            checks.append(pool.submit(_check_changed, entry, old, decoded))
+        for check in checks:
+            check.result()
+    num_changes = sum(change.num_changes for decoded in changes.values() for change in decoded)
     return Verified(manifest=payload.target, changes=changes, num_changes=num_changes)
 
 
-def _for_every(entries: Sequence[TensorEntry], check: Callable[[TensorEntry], _Checked]) -> dict[str, _Checked]:
-    """By name, in the order of the entries. On a few threads: digests and numpy let go of the interpreter."""
-    num_threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    largest_first = sorted(entries, key=lambda entry: -entry.size_bytes)
-    with ThreadPoolExecutor(num_threads, "weights.verify") as pool:
-        try:
-            checked = dict(zip((entry.name for entry in largest_first), pool.map(check, largest_first), strict=True))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {entry.name: checked[entry.name] for entry in entries}
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Digests let go of the interpreter. After the first failure what was not begun is dropped."""
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _largest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """So that no thread begins with a large one when the others are done."""
+    return sorted(entries, key=lambda entry: -entry.size_bytes)
+
+
+def _check_changed(entry: TensorEntry, old: Bits, changes: Sequence[ChunkChange]) -> None:
+    _check(entry, digest_parts(_parts(old, changes), algorithm_of(entry.digest)))
 
 
 def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:

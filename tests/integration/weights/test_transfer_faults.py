@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.common.config.policy import WeightsConfig
 from services.common.errors import BaseUnavailableError, CorruptDataError, VersionConflictError, VersionUnavailableError
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.server import Server
+from services.common.transfer.servicer import WeightServicer
+from services.common.transfer.source import PayloadRequest
 from services.common.types import WeightVersion
 from services.common.weights import snapshot_file
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, TensorSpec
 from services.common.weights.snapshot_file import SnapshotSpaceError, SnapshotWriter
-from services.inference.weights.fetch import fetch
+from services.inference.engine.weight_update import WeightUpdate
+from services.inference.weights.fetch import Fetched, fetch
+from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import WeightUpdater
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.publisher_servicer import WeightServicer
 from services.trainer.publisher_store import PublisherStore
 
 RUN, POLICY = "run-1", "model0"
@@ -52,16 +56,18 @@ def announced(manifest: Manifest, *sources: str) -> WeightVersion:
     return WeightVersion(policy=POLICY, number=manifest.version, digest=manifest.digest, sources=sources)
 
 
+def by_grpc(version: WeightVersion, base: BaseVersion | None, source: str) -> Awaitable[Fetched]:
+    return fetch(source, RUN, version, base, transports=["grpc"])
+
+
 class RecordingEngine:
-    """Takes updates and remembers them."""
+    """Remembers which versions it was told of."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        self.weights: dict[str, Any] = {}
 
-    async def update(self, weights: Mapping[str, Any], version: int) -> float:
-        self.versions.append(version)
-        self.weights = {name: np.array(value) for name, value in weights.items()}
+    async def update(self, update: WeightUpdate) -> float:
+        self.versions.append(update.version)
         return 0.0
 
 
@@ -69,7 +75,7 @@ class FaultyServicer(WeightServicer):
     """The real servicer, with a fault to inject into the next stream."""
 
     def __init__(self, store: PublisherStore) -> None:
-        super().__init__(store, POLICY)
+        super().__init__({POLICY: store})
         self.fault = ""
         self.offsets: list[int] = []
         self.hold = asyncio.Event()
@@ -99,7 +105,7 @@ class FaultyServicer(WeightServicer):
 class World:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.store = PublisherStore(RUN, POLICY, keep=2, delta=True)
+        self.store = PublisherStore(RUN, POLICY, WeightsConfig())
         self.servicer = FaultyServicer(self.store)
         self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
         self.server.add(
@@ -107,7 +113,8 @@ class World:
         )
         self.engine = RecordingEngine()
         self.mirror = Mirror(POLICY)
-        self.updater = WeightUpdater(self.mirror, self.engine, lambda: RUN, Mirror.host_arrays)  # type: ignore[arg-type]
+        fetcher = SourceFetcher(lambda: RUN, ["grpc"])
+        self.updater = WeightUpdater(self.mirror, self.engine, fetcher, Mirror.host_arrays)  # type: ignore[arg-type]
 
     def publish(self, number: int) -> WeightVersion:
         path, manifest = write_version(self.directory, number)
@@ -138,8 +145,8 @@ async def test_the_first_version_comes_in_full_and_the_next_as_a_small_delta(wor
         world.updater.offer(version)
         await world.until_held(version)
         assert world.updater.last is not None
-        assert world.updater.last.mode == ("full" if number == 1 else "delta")
-    assert world.updater.last.num_bytes < SIZE * 2 / 100
+        assert world.updater.last.encoding == ("full" if number == 1 else "delta")
+    assert world.updater.last.payload_size_bytes < SIZE * 2 / 100
     assert world.engine.versions == [1, 2]
     assert world.mirror.manifest is not None
     assert world.mirror.manifest.digest == version.digest
@@ -176,10 +183,10 @@ async def test_a_truncated_stream_is_no_version(world: World) -> None:
 
 async def test_a_wrong_base_is_answered_with_the_whole(world: World) -> None:
     version = world.publish(2)
+    wrong = BaseVersion(number=1, digest="xxh3-128:" + "0" * 32)
     with pytest.raises(BaseUnavailableError):
-        world.store.payload(RUN, 2, BaseVersion(number=1, digest="xxh3-128:" + "0" * 32))
-    payload, _ = await fetch(world.server.address, RUN, version, BaseVersion(number=1, digest="xxh3-128:" + "0" * 32))
-    assert payload.encoding is Encoding.FULL
+        world.store.payload(PayloadRequest(run_id=RUN, policy=POLICY, version=2, base=wrong))
+    assert (await by_grpc(version, wrong, world.server.address)).payload.encoding is Encoding.FULL
 
 
 async def test_unknown_versions_other_runs_and_other_digests_are_refused(world: World) -> None:
@@ -199,7 +206,7 @@ async def test_unknown_versions_other_runs_and_other_digests_are_refused(world: 
 async def test_a_slow_reader_keeps_its_version_while_two_more_are_published(world: World) -> None:
     first = world.publish(1)
     world.servicer.hold.clear()  # after the first chunk
-    reading = asyncio.create_task(fetch(world.server.address, RUN, first, None))
+    reading = asyncio.ensure_future(by_grpc(first, None, world.server.address))
     async with asyncio.timeout(10):
         while not world.servicer.offsets:
             await asyncio.sleep(0.01)
@@ -207,8 +214,8 @@ async def test_a_slow_reader_keeps_its_version_while_two_more_are_published(worl
     world.publish(2)
     world.publish(3)
     world.servicer.hold.set()
-    payload, data = await reading
-    verified = Mirror(POLICY).verify(payload, data)
+    fetched = await reading
+    verified = Mirror(POLICY).verify(fetched.payload, fetched.data)
     assert verified.manifest.digest == first.digest
     assert not list(world.directory.glob("*.1.*")), "removed after its last reader"
 
@@ -220,9 +227,9 @@ async def test_an_interrupted_write_leaves_the_mirror_dirty_and_the_next_fetch_i
     world.updater.offer(first)
     await world.until_held(first)
     second = world.publish(2)
-    payload, data = await fetch(world.server.address, RUN, second, world.mirror.base)
-    assert payload.encoding is Encoding.DELTA
-    verified = world.mirror.verify(payload, data)
+    fetched = await by_grpc(second, world.mirror.base, world.server.address)
+    assert fetched.payload.encoding is Encoding.DELTA
+    verified = world.mirror.verify(fetched.payload, fetched.data)
 
     class Interrupted(dict):  # type: ignore[type-arg]
         def items(self) -> Any:
@@ -234,14 +241,14 @@ async def test_an_interrupted_write_leaves_the_mirror_dirty_and_the_next_fetch_i
     world.updater.offer(second)
     await world.until_held(second)
     assert world.updater.last is not None
-    assert world.updater.last.mode == "full"
+    assert world.updater.last.encoding == "full"
 
 
 async def test_a_publisher_killed_in_mid_run_is_replaced_on_the_same_address(tmp_path: Path) -> None:
-    publisher = PublisherProcess(run_id=RUN, policy=POLICY, port=0, transfer="delta", keep=2, full_every=0)
+    publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0))
     publisher.start()
     engine, mirror = RecordingEngine(), Mirror(POLICY)
-    updater = WeightUpdater(mirror, engine, lambda: RUN, Mirror.host_arrays)  # type: ignore[arg-type]
+    updater = WeightUpdater(mirror, engine, SourceFetcher(lambda: RUN), Mirror.host_arrays)  # type: ignore[arg-type]
     task = asyncio.create_task(updater.run())
 
     async def held(version: WeightVersion) -> None:
