@@ -88,7 +88,13 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     tokenizer = load_tokenizer(path)
     check_model_matches(model, tokenizer=tokenizer)
     mirror = Mirror(policy)
-    mirror.fill(named_weights(model), run_id=settings.run_id, version=0, dtype=section.weights.publish_dtype)
+    mirror.fill(
+        named_weights(model),
+        run_id=settings.run_id,
+        version=0,
+        dtype=section.weights.publish_dtype,
+        algorithm=settings.recipe.digest_algorithm(policy),
+    )
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

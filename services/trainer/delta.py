@@ -22,6 +22,7 @@ from services.common.weights.manifest import (
     TensorEntry,
     delta_payload_id,
 )
+from services.common.weights.merge import merge_tensor
 from services.common.weights.snapshot_file import Snapshot
 
 
@@ -68,8 +69,6 @@ class DeltaMaker:
 
         One delta alone is coded again in another profile.
         """
-        from services.common.weights.merge import merge_tensor
-
         base = deltas[0].payload.base
         assert base is not None, "a delta has a base"
         steps: list[Mapping[str, bytes]] = [delta.parts() for delta in deltas]

@@ -1,16 +1,20 @@
 """The lossless delta codec: two tensors of the same shape and dtype in, the bytes of their difference out, and back.
 
-A tensor is cut into chunks of 2**20 elements. Each changed chunk is coded in the cheapest of three ways:
+A tensor is cut into chunks of 2**20 elements. Unchanged chunks take no space. Each other chunk has a record
 
-- sparse: gaps between changed positions (one byte each, 255 escapes), and the steps there as a bit for the sign,
-  a bit for "more than one", and the few larger sizes;
+    chunk index (4 bytes) | method (1) | padding (3) | number of changes (4) | body
+
+and takes the cheapest of
+
+- sparse: gaps between changed positions, and the steps there (``sparse``);
+- context: the same, counted and coded within classes of the old value's magnitude (``context``); the body is empty,
+  because these changes are coded once for the whole tensor, before the records. Only in the small profile;
 - dense: the step of every element, in byte planes;
 - raw: the new elements.
 
-A step is the number of neighbouring representable values from the old element to the new one, so an update by
-one unit in the last place is +1 or -1, whatever its exponent, and every bit pattern (NaN payloads, both zeros,
-denormals) survives. Each plane goes through zstd level 1 unless that does not pay. Unchanged chunks take no space.
-Integers use plain differences. docs/weights.md has the layout.
+A step is the number of representable values from the old element to the new one (``steps``). Planes go through zstd's
+entropy coder where that pays (``planes``). A coded tensor begins with its format: 1 is records; 2 is the context part,
+then records. Integers have no magnitudes to be classed by and always take format 1.
 
 Knows nothing about tensors' names, versions or digests; the caller verifies results.
 """
@@ -21,28 +25,40 @@ import enum
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import CorruptDataError
+from services.common.weights.classes import has_classes
+from services.common.weights.context import ContextDecoder, ContextEncoder
 from services.common.weights.dtypes import Bits, element_type
-from services.common.weights.planes import PlaneReader, pack_plane
+from services.common.weights.manifest import Profile
+from services.common.weights.planes import PlaneReader
+from services.common.weights.sparse import (
+    pack_columns,
+    pack_positions,
+    pack_steps,
+    unpack_columns,
+    unpack_positions,
+    unpack_steps,
+)
+from services.common.weights.steps import step_forward, zigzagged_steps
 
 CHUNK_ELEMENTS = 1 << 20
-FORMAT = 1  # first byte of every coded tensor
 
+_RECORDS, _WITH_CONTEXT = 1, 2  # first byte of every coded tensor
 _RECORD = struct.Struct("<IBxxxI")  # chunk index, method, number of changes
-_ESCAPE = 255
 _SPARSE_UP_TO = 0.5  # changed share above which sparse is never the cheapest
 _DENSE_FROM = 0.12  # changed share below which dense is never the cheapest
+_CONTEXT_FROM = 512  # changes in a chunk below which classes cost more than they save
 
 
 class Method(enum.IntEnum):
     SPARSE = 1
     DENSE = 2
     RAW = 3
+    CONTEXT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +66,7 @@ class ChunkChange:
     """New absolute values of one chunk, so that writing them twice does no harm."""
 
     start: int  # first element of the chunk
-    positions: (
-        npt.NDArray[np.intp] | None
-    )  # changed elements relative to ``start``; None when ``values`` covers the chunk
+    positions: npt.NDArray[np.intp] | None  # ascending, from ``start``; None when ``values`` covers the chunk
     values: Bits
     num_changes: int
 
@@ -67,174 +81,161 @@ class ChunkChange:
         return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
 
-def encode_tensor(old: Bits, new: Bits, dtype: str) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSteps:
+    """One chunk of a delta as it is coded, for which no base is needed."""
+
+    start: int
+    positions: npt.NDArray[np.intp] | None  # None when ``steps`` covers the chunk
+    steps: Bits | None  # zigzagged; None for a raw chunk, whose new elements are the receiver's already
+
+
+def encode_tensor(old: Bits, new: Bits, dtype: str, profile: Profile = Profile.FAST) -> bytes:
     """The difference of two flat arrays of bits; empty when there is none."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"a delta needs equal tensors, not {old.shape} {old.dtype} and {new.shape} {new.dtype}")
-    is_float = element_type(dtype).is_float
-    records = [bytes([FORMAT])]
-    for index, start in enumerate(range(0, len(new), CHUNK_ELEMENTS)):
-        stop = start + CHUNK_ELEMENTS
-        record = _encode_chunk(index, old[start:stop], new[start:stop], is_float)
-        if record is not None:
-            records.append(record)
-    return b"".join(records) if len(records) > 1 else b""
+    encoder = TensorEncoder(dtype, profile, len(new))
+    for start in range(0, len(new), CHUNK_ELEMENTS):
+        encoder.add(start, old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS])
+    return encoder.finish()
 
 
 def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[ChunkChange]:
     """The changes, chunk by chunk, as absolute values. ``CorruptDataError`` when the bytes make no sense."""
-    if not len(data):
-        return
-    if data[0] != FORMAT:
-        raise CorruptDataError(f"delta format {data[0]} is unknown here; this end reads format {FORMAT}")
     is_float = element_type(dtype).is_float
-    reader = PlaneReader(memoryview(data)[1:])
-    previous = -1
-    while not reader.at_end:
-        index, method, num_changes = reader.unpack(_RECORD)
-        start = index * CHUNK_ELEMENTS
-        if index <= previous or start >= len(old):
-            raise CorruptDataError(
-                f"delta names chunk {index} after chunk {previous} of a tensor of {len(old)} elements"
-            )
-        previous = index
-        yield _decode_chunk(reader, method, num_changes, start, old[start : start + CHUNK_ELEMENTS], is_float)
+    for record in _Records(old, data):
+        start, here = record.start, old[record.start : record.start + CHUNK_ELEMENTS]
+        if record.method == Method.RAW:
+            values: Bits = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
+            yield ChunkChange(start=start, positions=None, values=values, num_changes=record.num_changes)
+            continue
+        positions, steps = record.steps(here)
+        before = here if positions is None else here[positions]
+        values = step_forward(before, steps, is_float)
+        yield ChunkChange(start=start, positions=positions, values=values, num_changes=record.num_changes)
 
 
-def _encode_chunk(index: int, old: Bits, new: Bits, is_float: bool) -> bytes | None:
-    positions = np.flatnonzero(old != new)
-    num_changes = len(positions)
-    if num_changes == 0:
-        return None
-    share = num_changes / len(new)
-    coded = {Method.RAW: [new.tobytes()]}
-    if share <= _SPARSE_UP_TO:
-        steps = _steps(old[positions], new[positions], is_float)
-        coded[Method.SPARSE] = [pack_plane(_gaps(positions)), *_pack_sparse_steps(steps)]
-    if share >= _DENSE_FROM:
-        coded[Method.DENSE] = _pack_steps(_steps(old, new, is_float))
-    method = min(coded, key=lambda candidate: sum(map(len, coded[candidate])))
-    return b"".join([_RECORD.pack(index, method, num_changes), *coded[method]])
+def decode_steps(like: Bits, data: bytes | memoryview) -> Iterator[ChunkSteps]:
+    """A delta in the fast profile as positions and steps; ``like`` is any version of the tensor.
 
-
-def _decode_chunk(
-    reader: PlaneReader, method: int, num_changes: int, start: int, old: Bits, is_float: bool
-) -> ChunkChange:
-    if not 0 < num_changes <= len(old):
-        raise CorruptDataError(f"delta says {num_changes} changes in a chunk of {len(old)} elements")
-    positions: npt.NDArray[np.intp] | None = None
-    if method == Method.SPARSE:
-        positions = _positions(
-            reader.plane(at_least=num_changes, at_most=num_changes + len(old) // _ESCAPE + 1), num_changes, len(old)
-        )
-        values = _apply_steps(old[positions], _unpack_sparse_steps(reader, num_changes, old.dtype), is_float)
-    elif method == Method.DENSE:
-        values = _apply_steps(old, _unpack_steps(reader, len(old), old.dtype), is_float)
-    elif method == Method.RAW:
-        values = np.frombuffer(reader.take(old.nbytes), dtype=old.dtype)
-    else:
-        raise CorruptDataError(f"delta uses method {method}, which is unknown here")
-    return ChunkChange(start=start, positions=positions, values=values, num_changes=num_changes)
-
-
-def _gaps(positions: npt.NDArray[np.intp]) -> npt.NDArray[np.uint8]:
-    """Unchanged elements before each change; every full 255 of them is one escape byte."""
-    gaps = np.empty(len(positions), dtype=np.uint32)
-    gaps[0] = positions[0]
-    np.subtract(positions[1:], positions[:-1], out=gaps[1:], casting="unsafe")
-    gaps[1:] -= 1
-    if gaps.max() < _ESCAPE:
-        return gaps.astype(np.uint8)
-    escapes = gaps // np.uint32(_ESCAPE)
-    rest = (gaps - escapes * np.uint32(_ESCAPE)).astype(np.uint8)
-    places = np.cumsum(escapes, dtype=np.intp) + np.arange(len(gaps))
-    coded = np.full(int(places[-1]) + 1, _ESCAPE, dtype=np.uint8)
-    coded[places] = rest
-    return coded
-
-
-def _positions(coded: npt.NDArray[np.uint8], num_changes: int, num_elements: int) -> npt.NDArray[np.intp]:
-    ends = np.flatnonzero(coded != _ESCAPE)
-    if len(ends) != num_changes or ends[-1] != len(coded) - 1:
-        raise CorruptDataError(f"delta holds {len(ends)} positions where {num_changes} were announced")
-    positions = np.cumsum(coded, dtype=np.intp)[ends]
-    positions += np.arange(num_changes)
-    if positions[-1] >= num_elements:
-        raise CorruptDataError(f"delta changes element {positions[-1]} of a chunk of {num_elements}")
-    return positions
-
-
-def _steps(old: Bits, new: Bits, is_float: bool) -> Bits:
-    """Zigzagged number of representable values from old to new, wrapping."""
-    difference = _rank(new, is_float) - _rank(old, is_float)
-    zigzagged: Bits = (difference << _one(difference)) ^ _sign_fill(difference)
-    return zigzagged
-
-
-def _apply_steps(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
-    one = _one(zigzagged)
-    difference = (zigzagged >> one) ^ (np.zeros_like(one) - (zigzagged & one))
-    return _unrank(_rank(old, is_float) + difference, is_float)
-
-
-def _rank(bits: Bits, is_float: bool) -> Bits:
-    """Bits of floats mapped so that neighbouring values are neighbouring integers: -NaN < -inf < … < -0 < +0 < … < NaN."""
-    return bits ^ (_sign_fill(bits) | _sign_bit(bits)) if is_float else bits
-
-
-def _unrank(ranks: Bits, is_float: bool) -> Bits:
-    return ranks ^ (~_sign_fill(ranks) | _sign_bit(ranks)) if is_float else ranks
-
-
-def _sign_fill(bits: Bits) -> Bits:
-    """All ones where the top bit is set, else zero."""
-    signed = bits.view(np.dtype(f"i{bits.dtype.itemsize}"))
-    filled: Bits = (signed >> (bits.dtype.itemsize * 8 - 1)).view(bits.dtype)
-    return filled
-
-
-def _sign_bit(bits: Bits) -> Any:
-    return bits.dtype.type(1 << (bits.dtype.itemsize * 8 - 1))
-
-
-def _one(bits: Bits) -> Any:
-    return bits.dtype.type(1)
-
-
-def _pack_steps(steps: Bits) -> list[bytes]:
-    columns = np.ascontiguousarray(steps).view(np.uint8).reshape(len(steps), steps.dtype.itemsize)
-    return [pack_plane(columns[:, axis]) for axis in range(steps.dtype.itemsize)]
-
-
-def _unpack_steps(reader: PlaneReader, count: int, dtype: np.dtype[Any]) -> Bits:
-    steps: Bits = np.empty(count, dtype=dtype)
-    columns = steps.view(np.uint8).reshape(count, dtype.itemsize)
-    for axis in range(dtype.itemsize):
-        columns[:, axis] = reader.plane(at_least=count, at_most=count)
-    return steps
-
-
-def _pack_sparse_steps(steps: Bits) -> list[bytes]:
-    """Steps that are never zero: about 90% are +1 or -1, for which two bits are much tighter than a byte plane.
-
-    zstd would look for repetitions in a byte plane of two random values, find chance ones, and lose half a bit each.
+    Raises:
+        CorruptDataError: the bytes make no sense.
+        ValueError: the delta needs its base to be read.
     """
-    one = _one(steps)
-    ordinals = steps - one  # 0 is -1 or +1 by its lowest bit, and so on
-    sizes = ordinals >> one
-    large = sizes != 0
-    signs = np.packbits((ordinals & one).astype(np.uint8))
-    return [pack_plane(signs), pack_plane(np.packbits(large)), *_pack_steps(sizes[large] - one)]
+    for record in _Records(like, data):
+        here = like[record.start : record.start + CHUNK_ELEMENTS]
+        if record.method == Method.RAW:
+            record.reader.take(here.nbytes)
+            yield ChunkSteps(start=record.start, positions=None, steps=None)
+        elif record.method == Method.CONTEXT:
+            raise ValueError("a delta in the small profile cannot be read without its base")
+        else:
+            positions, steps = record.steps(here)
+            yield ChunkSteps(start=record.start, positions=positions, steps=steps)
 
 
-def _unpack_sparse_steps(reader: PlaneReader, count: int, dtype: np.dtype[Any]) -> Bits:
-    num_bytes = -(-count // 8)
-    signs, large = (
-        np.unpackbits(reader.plane(at_least=num_bytes, at_most=num_bytes), count=count) for _ in ("signs", "large")
-    )
-    where = np.flatnonzero(large)
-    sizes: Bits = np.zeros(count, dtype=dtype)
-    one = _one(sizes)
-    sizes[where] = _unpack_steps(reader, len(where), dtype) + one
-    zigzagged: Bits = ((sizes << one) | signs) + one
-    return zigzagged
+class TensorEncoder:
+    """Codes one tensor, chunk by chunk in ascending order."""
+
+    def __init__(self, dtype: str, profile: Profile, num_elements: int) -> None:
+        self._is_float = element_type(dtype).is_float
+        self._records: list[bytes] = []
+        self._context: ContextEncoder | None = None
+        self._num_in_context = 0
+        if profile is Profile.SMALL and has_classes(dtype):
+            self._context = ContextEncoder(dtype, max(1.0, num_elements / CHUNK_ELEMENTS))
+
+    def add(self, start: int, old: Bits, new: Bits) -> None:
+        """One chunk, changed or not."""
+        positions = np.flatnonzero(old != new)
+        num_changes = len(positions)
+        if not num_changes:
+            return
+        share = num_changes / len(new)
+        if share < _DENSE_FROM:
+            steps = zigzagged_steps(old[positions], new[positions], self._is_float)
+            self._add_sparse(start, old, positions, steps)
+            return
+        coded = {Method.RAW: [new.tobytes()]}
+        if share <= _SPARSE_UP_TO:
+            steps = zigzagged_steps(old[positions], new[positions], self._is_float)
+            coded[Method.SPARSE] = [pack_positions(positions), pack_steps(steps)]
+        coded[Method.DENSE] = pack_columns(zigzagged_steps(old, new, self._is_float))
+        method = min(coded, key=lambda candidate: sum(map(len, coded[candidate])))
+        self._record(start, method, num_changes, coded[method])
+
+    def add_raw(self, start: int, new: Bits) -> None:
+        """One chunk whose old elements are not known."""
+        self._record(start, Method.RAW, len(new), [new.tobytes()])
+
+    def finish(self) -> bytes:
+        """Everything; empty when nothing changed."""
+        if not self._records:
+            return b""
+        if self._context is None or not self._num_in_context:
+            return b"".join([bytes([_RECORDS]), *self._records])
+        return b"".join([bytes([_WITH_CONTEXT]), self._context.finish(), *self._records])
+
+    def _add_sparse(self, start: int, old: Bits, positions: npt.NDArray[np.intp], steps: Bits) -> None:
+        if self._context is not None and len(positions) >= _CONTEXT_FROM:
+            self._context.add(old, positions, steps)
+            self._num_in_context += 1
+            self._record(start, Method.CONTEXT, len(positions), [])
+        else:
+            self._record(start, Method.SPARSE, len(positions), [pack_positions(positions), pack_steps(steps)])
+
+    def _record(self, start: int, method: Method, num_changes: int, body: list[bytes]) -> None:
+        self._records += [_RECORD.pack(start // CHUNK_ELEMENTS, method, num_changes), *body]
+
+
+@dataclass(slots=True)
+class _Record:
+    """The head of one chunk; its body is next in the reader."""
+
+    start: int
+    method: int
+    num_changes: int
+    reader: PlaneReader
+    context: ContextDecoder | None
+
+    def steps(self, here: Bits) -> tuple[npt.NDArray[np.intp] | None, Bits]:
+        if self.method == Method.SPARSE:
+            positions = unpack_positions(self.reader, self.num_changes, len(here))
+            return positions, unpack_steps(self.reader, self.num_changes, here.dtype)
+        if self.method == Method.DENSE:
+            return None, unpack_columns(self.reader, len(here), here.dtype)
+        if self.method == Method.CONTEXT and self.context is not None:
+            return self.context.take(here, self.num_changes)
+        raise CorruptDataError(f"delta uses method {self.method}, which is unknown here")
+
+
+class _Records:
+    """Walks over a coded tensor. Whoever iterates reads each record's body before going on."""
+
+    def __init__(self, like: Bits, data: bytes | memoryview) -> None:
+        self._like = like
+        self._data = data
+
+    def __iter__(self) -> Iterator[_Record]:
+        if not len(self._data):
+            return
+        reader = PlaneReader(memoryview(self._data)[1:])
+        context = None
+        if self._data[0] == _WITH_CONTEXT:
+            context = ContextDecoder(reader, self._like[:0], len(self._like))
+        elif self._data[0] != _RECORDS:
+            raise CorruptDataError(f"delta format {self._data[0]} is unknown here; this end reads formats 1 and 2")
+        previous = -1
+        while not reader.at_end:
+            index, method, num_changes = reader.unpack(_RECORD)
+            start = index * CHUNK_ELEMENTS
+            if index <= previous or start >= len(self._like):
+                raise CorruptDataError(
+                    f"delta names chunk {index} after chunk {previous} of a tensor of {len(self._like)} elements"
+                )
+            previous = index
+            if not 0 < num_changes <= min(CHUNK_ELEMENTS, len(self._like) - start):
+                raise CorruptDataError(f"delta says {num_changes} changes in chunk {index}")
+            yield _Record(start, method, num_changes, reader, context)
+        if context is not None:
+            context.check_finished()

@@ -12,7 +12,7 @@ wants two versions with one digest. A digest names its algorithm ("xxh3-128:<32 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ def algorithm_of(digest: str) -> DigestAlgorithm:
     if name not in _HEX_DIGITS or len(value) != _HEX_DIGITS[name] or not _is_hex(value):
         forms = " or ".join(f"{known}:<{digits} hexadecimal digits>" for known, digits in _HEX_DIGITS.items())
         raise CorruptDataError(f"digest {digest!r} is not of the form {forms}")
-    return cast(DigestAlgorithm, name)
+    return name
 
 
 def tensor_digest(

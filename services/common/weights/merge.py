@@ -36,7 +36,7 @@ def merge_tensor(deltas: Sequence[bytes], newest: Bits, dtype: str, profile: Pro
     if len(changed) == 1 and profile is Profile.FAST:
         return bytes(changed[0])
     is_float = element_type(dtype).is_float
-    encoder = TensorEncoder(is_float, profile)
+    encoder = TensorEncoder(dtype, profile, len(newest))
     streams = [decode_steps(newest, delta) for delta in changed]
     upcoming = [next(stream, None) for stream in streams]
     while waiting := [chunk.start for chunk in upcoming if chunk is not None]:

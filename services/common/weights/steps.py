@@ -64,7 +64,7 @@ def unrank(ranks: Bits, is_float: bool) -> Bits:
 
 def _signed(zigzagged: Bits) -> Bits:
     one = _one(zigzagged)
-    difference = zigzagged & one
+    difference: Bits = zigzagged & one
     np.negative(difference, out=difference)
     difference ^= zigzagged >> one
     return difference

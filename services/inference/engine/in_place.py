@@ -21,10 +21,12 @@ from services.common.models import check_weights_match
 from services.common.weights.codec import ChunkChange
 from services.common.weights.dtypes import Bits, element_type
 from services.inference.engine.weight_update import WeightUpdate
+from services.inference.threads import run_all
 
 # numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
 # fast as copy_; it has no bfloat16.
 _SIGNED = {2: torch.int16, 4: torch.int32}
+_CACHE_LINE = 64  # bytes that one scattered element moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class _HostScatter:
     target: npt.NDArray[np.signedinteger[Any]]  # flat
     positions: npt.NDArray[np.intp]
     values: npt.NDArray[np.signedinteger[Any]]
+
+    @property
+    def touched_bytes(self) -> int:
+        return _CACHE_LINE * len(self.positions)
 
     def apply(self) -> None:
         self.target[self.positions] = self.values
@@ -57,6 +63,10 @@ class _HostCopy:
 
     target: npt.NDArray[np.signedinteger[Any]]  # flat
     values: npt.NDArray[np.signedinteger[Any]]
+
+    @property
+    def touched_bytes(self) -> int:
+        return 2 * self.values.nbytes
 
     def apply(self) -> None:
         np.copyto(self.target, self.values)
@@ -84,8 +94,12 @@ class PreparedUpdate:
     writes: Sequence[_Write]
 
     def apply(self) -> None:
+        on_host = [write for write in self.writes if isinstance(write, _HostScatter | _HostCopy)]
+        touched = sum(write.touched_bytes for write in on_host)
+        run_all([write.apply for write in on_host], touched_bytes=touched, name="engine.write")
         for write in self.writes:
-            write.apply()
+            if not isinstance(write, _HostScatter | _HostCopy):
+                write.apply()
 
 
 def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:

@@ -9,18 +9,23 @@ an engine wants its tensors. It knows nothing about gRPC, nor about how far the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from services.common.errors import CorruptDataError, VersionUnavailableError
+from services.common.weights.codec import ChunkChange
 from services.common.weights.digest import DEFAULT_ALGORITHM, DigestAlgorithm, tensor_digest
 from services.common.weights.dtypes import Bits, cast_bits, element_type
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, TensorSpec, lay_out, with_digest
+from services.inference.threads import run_all
 from services.inference.weights.verify import Verified, verify_delta, verify_full
+
+_CACHE_LINE = 64  # bytes that one scattered element moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +101,8 @@ class Mirror:
             for name, bits in verified.whole.items():
                 self._bits[name] = bits
                 (self._borrowed.add if verified.borrowed else self._borrowed.discard)(name)
-            for name, changes in verified.changes.items():
-                if leased or name in self._borrowed:
-                    self._bits[name] = self._bits[name].copy()
-                    self._borrowed.discard(name)
-                for change in changes:
-                    change.write_to(self._bits[name])
+            if verified.changes:
+                self._change(verified.changes, leased)
             for name in self._bits.keys() - {entry.name for entry in verified.manifest.tensors}:
                 del self._bits[name]
             self.manifest = verified.manifest
@@ -109,6 +110,21 @@ class Mirror:
         finally:
             with self._lock:
                 self._writing = False
+
+    def _change(self, changes: Mapping[str, Sequence[ChunkChange]], leased: bool) -> None:
+        """In place, but for arrays that others still read. Borrowed ones go all at once: one would keep their file."""
+
+        def change(name: str) -> None:
+            if name in self._borrowed or (leased and name in changes):
+                self._bits[name] = self._bits[name].copy()
+            for part in changes.get(name, ()):
+                part.write_to(self._bits[name])
+
+        names = sorted({*changes, *self._borrowed}, key=lambda name: -self._bits[name].nbytes)
+        num_changes = sum(part.num_changes for parts in changes.values() for part in parts)
+        touched = _CACHE_LINE * num_changes + sum(self._bits[name].nbytes for name in self._borrowed)
+        run_all([partial(change, name) for name in names], touched_bytes=touched, name="weights.write")
+        self._borrowed.clear()
 
     @contextmanager
     def lease(self) -> Iterator[HeldWeights]:

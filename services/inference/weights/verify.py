@@ -1,15 +1,12 @@
 """From a fetched payload to changes that are known to be right: decoded, and compared with the manifest's digests.
 
 Nothing is written. A tensor that a delta changes is digested chunk by chunk: unchanged chunks where they lie, changed
-ones from a scratch of one chunk, so that a model needs no second copy to be verified.
+ones from a scratch of a part of one, so that a model needs no second copy to be verified.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,8 +16,9 @@ from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_te
 from services.common.weights.digest import algorithm_of, digest_parts, tensor_digest
 from services.common.weights.dtypes import Bits, element_type
 from services.common.weights.manifest import Manifest, Payload, TensorEntry
+from services.inference.threads import few_threads
 
-_MOST_THREADS = 2  # it verifies beside generation, and two threads read memory about as fast as it goes
+_PIECE_ELEMENTS = CHUNK_ELEMENTS // 4  # a changed chunk is digested in pieces that stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
         return bits
 
     tensors = payload.target.tensors
-    with _threads() as pool:
+    with few_threads("weights.verify") as pool:
         whole = {entry.name: pool.submit(check, entry) for entry in _largest_first(tensors)}
         return Verified(
             manifest=payload.target,
@@ -62,7 +60,7 @@ def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mappi
     """Changes against ``bits``, which stay as they are. ``CorruptDataError`` when the result would be another."""
     changes: dict[str, Sequence[ChunkChange]] = {}
     unchanged = {entry.name: entry.digest for entry in held.tensors}
-    with _threads() as pool:
+    with few_threads("weights.verify") as pool:
         checks = []
         # Decoding is many short calls, which threads would only take from each other; digesting is few long ones.
         for entry in _largest_first(payload.target.tensors):
@@ -86,16 +84,6 @@ def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mappi
     return Verified(manifest=payload.target, changes=changes, num_changes=num_changes)
 
 
-@contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Digests let go of the interpreter. After the first failure what was not begun is dropped."""
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "weights.verify")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _largest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """So that no thread begins with a large one when the others are done."""
     return sorted(entries, key=lambda entry: -entry.size_bytes)
@@ -107,22 +95,25 @@ def _check_changed(entry: TensorEntry, old: Bits, changes: Sequence[ChunkChange]
 
 def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:
     """The tensor as it would be, in pieces; the last piece is overwritten by the next."""
-    scratch = np.empty(min(CHUNK_ELEMENTS, len(old)), dtype=old.dtype)
+    scratch = np.empty(min(_PIECE_ELEMENTS, len(old)), dtype=old.dtype)
     done = 0
     for change in changes:
         if done < change.start:
             yield old[done : change.start]
-        done = min(change.start + CHUNK_ELEMENTS, len(old))
-        if change.positions is None and len(change.values) == done - change.start:
-            yield change.values
-            continue
-        chunk = scratch[: done - change.start]
-        np.copyto(chunk, old[change.start : done])
+        chunk = old[change.start : change.start + CHUNK_ELEMENTS]
+        done = change.start + len(chunk)
         if change.positions is None:
-            chunk[: len(change.values)] = change.values
-        else:
-            chunk[change.positions] = change.values
-        yield chunk
+            yield change.values
+            yield chunk[len(change.values) :]
+            continue
+        begin = 0
+        for start in range(0, len(chunk), _PIECE_ELEMENTS):
+            piece = scratch[: len(chunk) - start]
+            np.copyto(piece, chunk[start : start + len(piece)])
+            end = int(np.searchsorted(change.positions, start + len(piece)))
+            piece[change.positions[begin:end] - start] = change.values[begin:end]
+            begin = end
+            yield piece
     if done < len(old):
         yield old[done:]
 

@@ -1,0 +1,400 @@
+"""The publisher's store: whatever a receiver holds, one small verified payload; what cannot be proved is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.config.policy import WeightsConfig
+from services.common.errors import (
+    BaseUnavailableError,
+    InfrastructureError,
+    NotFoundError,
+    VersionConflictError,
+    VersionUnavailableError,
+)
+from services.common.transfer.source import PayloadRequest
+from services.common.weights.codec import decode_tensor, encode_tensor
+from services.common.weights.digest import tensor_digest, version_digest
+from services.common.weights.dtypes import Bits
+from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, Profile, TensorSpec
+from services.common.weights.snapshot_file import SnapshotWriter
+from services.trainer.delta import DeltaMaker
+from services.trainer.publisher_store import SMALL_BELOW_BYTES_PER_S, PublisherStore
+
+RUN, POLICY = "run-1", "model0"
+SIZES = {"embed": 64_000, "norm": 32, "proj": 20_000}  # without padding between them
+WAIT_S = 20.0
+
+Weights = dict[str, Bits]
+
+
+class History:
+    """Versions of a small model, and a store that is told of them."""
+
+    def __init__(self, directory: Path, seed: int = 0, **config: Any) -> None:
+        self.directory = directory
+        self.rng = np.random.default_rng(seed)
+        self.versions: dict[int, Weights] = {}
+        self.manifests: dict[int, Manifest] = {}
+        self.paths: dict[int, Path] = {}
+        self.config = WeightsConfig(**config)
+        self.store = PublisherStore(RUN, POLICY, self.config, num_threads=2)
+
+    def write(self, number: int, weights: Weights) -> Path:
+        specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in weights.items()]
+        with SnapshotWriter.create(
+            run_id=RUN, policy=POLICY, version=number, specs=specs, directories=(self.directory,)
+        ) as writer:
+            for entry in writer.tensors:
+                writer.bits(entry)[:] = weights[entry.name]
+            self.versions[number], self.paths[number] = weights, writer.path
+            self.manifests[number] = writer.seal()
+        return writer.path
+
+    def publish(self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None) -> None:
+        """About that share of the elements moves: a small one to the neighbouring values, a large one far."""
+        last = self.versions.get(number - 1)
+        weights = {}
+        for name, size in (sizes or SIZES).items():
+            drawn = self.rng.integers(0, 1 << 16, size, dtype=np.uint16)
+            before = last[name] if last is not None and len(last[name]) == size else drawn
+            moved = self.rng.random(size) < share
+            steps = self.rng.integers(1, 2 if share < 0.1 else 256, size, dtype=np.uint16)
+            weights[name] = np.where(moved, before + steps, before) if share < 1 else drawn
+        self.store.add(self.write(number, weights))
+
+    def base(self, number: int) -> BaseVersion:
+        return BaseVersion(number=number, digest=self.manifests[number].digest)
+
+    def until_held(self, *numbers: int) -> None:
+        """Until exactly these versions have files: what is being coded ends a moment after its delta is there."""
+        deadline = time.monotonic() + WAIT_S
+        while sorted(int(path.name.split(".")[3]) for path in self.directory.iterdir()) != list(numbers):
+            assert time.monotonic() < deadline, sorted(self.directory.iterdir())
+            time.sleep(0.01)
+
+    def request(self, number: int, base: int | None = None, **changes: Any) -> PayloadRequest:
+        asked: dict[str, Any] = {
+            "run_id": RUN, "policy": POLICY, "version": number, "base": None if base is None else self.base(base),
+        }  # fmt: skip
+        return PayloadRequest(**asked | changes)
+
+    def payload(self, number: int, base: int | None = None, **changes: Any) -> Payload:
+        return self.store.payload(self.request(number, base, **changes))
+
+    async def bytes_of(self, payload: Payload) -> bytes:
+        reader = self.store.open(payload.payload_id)
+        try:
+            return bytes(await reader.read(0, reader.size_bytes))
+        finally:
+            reader.close()
+
+    async def applied(self, payload: Payload) -> Weights:
+        """What a receiver at the payload's base comes to hold."""
+        data = await self.bytes_of(payload)
+        assert len(data) == payload.size_bytes
+        held = {}
+        for entry in payload.target.tensors:
+            part = data[entry.offset : entry.offset + entry.length]
+            if payload.base is None:
+                bits: Bits = np.frombuffer(part, dtype=np.uint16)
+            else:
+                bits = self.versions[payload.base.number][entry.name].copy()
+                for change in decode_tensor(bits.copy(), part, entry.dtype):
+                    change.write_to(bits)
+            assert tensor_digest(bits) == entry.digest, entry.name
+            held[entry.name] = bits
+        assert version_digest(payload.target.tensors) == payload.target.digest
+        return held
+
+    def assert_holds(self, weights: Weights, number: int) -> None:
+        assert weights.keys() == self.versions[number].keys()
+        for name, bits in weights.items():
+            np.testing.assert_array_equal(bits, self.versions[number][name])
+
+
+@pytest.fixture
+def histories(tmp_path: Path) -> Iterator[Any]:
+    made: list[History] = []
+
+    def make(**config: Any) -> History:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(History(directory, **config))
+        return made[-1]
+
+    yield make
+    for history in made:
+        history.store.close()
+
+
+async def test_a_receiver_many_versions_behind_gets_one_delta_though_its_base_is_gone(histories: Any) -> None:
+    history = histories(keep_versions=1)
+    for number in range(1, 10):
+        history.publish(number)
+    for base in range(1, 9):
+        payload = history.payload(9, base)
+        assert payload.encoding is Encoding.DELTA
+        assert payload.base == history.base(base)
+        assert payload.encode_s > 0
+        history.assert_holds(await history.applied(payload), 9)
+        direct = sum(
+            len(encode_tensor(bits, history.versions[9][name], "bfloat16"))
+            for name, bits in history.versions[base].items()
+        )
+        assert payload.size_bytes <= 1.05 * direct
+    history.until_held(9)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 1 << 30), st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), min_size=2, max_size=6))
+def test_whatever_changes_and_whoever_asks_the_result_is_the_version(seed: int, shares: list[float]) -> None:
+    import asyncio
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as directory:
+        history = History(Path(directory), seed, keep_versions=2)
+        for number, share in enumerate(shares):
+            history.publish(number, share)
+        newest = len(shares) - 1
+        for version in (newest - 1, newest):
+            for base in range(version):
+                for link_bytes_per_s in (0.0, SMALL_BELOW_BYTES_PER_S / 2):
+                    try:
+                        payload = history.payload(version, base, link_bytes_per_s=link_bytes_per_s)
+                    except BaseUnavailableError:  # the deltas in between were as large as a snapshot, and went
+                        payload = history.payload(version)
+                    history.assert_holds(asyncio.run(history.applied(payload)), version)
+        history.store.close()
+
+
+async def test_the_next_version_is_coded_before_anybody_asks(histories: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = histories()
+    history.publish(1)
+    coded = threading.Event()
+    encode = DeltaMaker.encode
+
+    def told(self: DeltaMaker, *arguments: Any) -> Any:
+        delta = encode(self, *arguments)
+        coded.set()
+        return delta
+
+    monkeypatch.setattr(DeltaMaker, "encode", told)
+    history.publish(2)
+    assert coded.wait(WAIT_S)
+    monkeypatch.setattr(DeltaMaker, "encode", None)
+    assert history.payload(2, 1).encoding is Encoding.DELTA
+
+
+async def test_a_merged_delta_is_made_once_for_all_who_ask_and_nobody_else_waits(
+    histories: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = histories()
+    for number in (1, 2, 3):
+        history.publish(number)
+    merge, begun, go, merges = DeltaMaker.merge, threading.Event(), threading.Event(), []
+
+    def slowly(self: DeltaMaker, *arguments: Any) -> Any:
+        merges.append(arguments)
+        begun.set()
+        assert go.wait(WAIT_S)
+        return merge(self, *arguments)
+
+    monkeypatch.setattr(DeltaMaker, "merge", slowly)
+    with ThreadPoolExecutor(8) as threads:
+        asking = [threads.submit(history.payload, 3, 1) for _ in range(6)]
+        assert begun.wait(WAIT_S)
+        others = [threads.submit(history.payload, 3, base).result(WAIT_S) for base in (2, None)]
+        history.publish(4)
+        assert not any(one.done() for one in asking)
+        go.set()
+        payloads = [one.result(WAIT_S) for one in asking]
+    assert [other.encoding for other in others] == [Encoding.DELTA, Encoding.FULL]
+    assert len(merges) == 1
+    assert len({payload.payload_id for payload in payloads}) == 1
+    history.assert_holds(await history.applied(payloads[0]), 3)
+    assert history.payload(3, 1) == payloads[0], "kept"
+    assert len(merges) == 1
+
+
+async def test_another_digest_is_never_a_base_and_other_runs_policies_and_versions_are_refused(histories: Any) -> None:
+    history = histories(keep_versions=2)
+    for number in (1, 2, 3, 4):
+        history.publish(number)
+    for number in (1, 3):  # one in the chain only, one with its snapshot
+        wrong = BaseVersion(number=number, digest="xxh3-128:" + "0" * 32)
+        with pytest.raises(BaseUnavailableError, match=f"version {number}"):
+            history.store.payload(replace(history.request(4), base=wrong))
+    with pytest.raises(BaseUnavailableError):
+        history.store.payload(replace(history.request(4), base=BaseVersion(number=99, digest="xxh3-128:" + "0" * 32)))
+    for changes in ({"run_id": "another"}, {"policy": "another"}, {"version": 5}, {"version": 1}):
+        with pytest.raises(VersionUnavailableError, match="is not held here"):
+            history.payload(4, **changes)
+    other = History(history.directory / ".." / "elsewhere")
+    other.directory.mkdir()
+    other.rng = np.random.default_rng(99)
+    with pytest.raises(VersionConflictError, match="version 4 is served with digest"):
+        history.store.add(other.write(4, {"w": np.arange(5, dtype=np.uint16)}))
+    assert history.payload(4).target.digest == history.manifests[4].digest
+    other.store.close()
+
+
+async def test_an_older_version_is_served_while_it_is_held_and_deltas_lead_to_it(histories: Any) -> None:
+    history = histories(keep_versions=3)
+    for number in (1, 2, 3, 4):
+        history.publish(number)
+    payload = history.payload(3, 1)
+    history.assert_holds(await history.applied(payload), 3)
+    history.assert_holds(await history.applied(history.payload(2)), 2)
+    back = history.payload(3, 4)  # a receiver that is ahead: from the snapshot that is held
+    history.assert_holds(await history.applied(back), 3)
+
+
+async def test_what_is_being_read_outlives_its_version(histories: Any) -> None:
+    history = histories(keep_versions=1)
+    history.publish(1)
+    payload = history.payload(1)
+    reader = history.store.open(payload.payload_id)
+    for number in (2, 3):
+        history.publish(number)
+    path, offset = reader.file()
+    history.until_held(1, 3)
+    assert path.read_bytes()[offset : offset + payload.size_bytes] == bytes(await reader.read(0, payload.size_bytes))
+    reader.close()
+    history.until_held(3)
+    with pytest.raises(NotFoundError, match="ask for the manifest again"):
+        history.store.open(payload.payload_id)
+
+
+async def test_what_changed_altogether_is_sent_whole(histories: Any) -> None:
+    history = histories()
+    history.publish(1)
+    history.publish(2, share=1.0)
+    history.publish(3)
+    assert history.payload(2, 1).encoding is Encoding.FULL
+    assert history.payload(3, 1).encoding is Encoding.FULL, "nothing is merged over it"
+    assert history.payload(3, 2).encoding is Encoding.DELTA
+
+
+async def test_tensors_of_another_shape_are_sent_whole(histories: Any) -> None:
+    history = histories()
+    history.publish(1)
+    history.publish(2, sizes=SIZES | {"norm": 9})
+    assert history.payload(2, 1).encoding is Encoding.FULL
+
+
+async def test_an_unchanged_version_is_an_empty_delta(histories: Any) -> None:
+    history = histories()
+    history.publish(1)
+    history.publish(2, share=0.0)
+    payload = history.payload(2, 1)
+    assert (payload.encoding, payload.size_bytes) == (Encoding.DELTA, 0)
+    history.assert_holds(await history.applied(payload), 2)
+
+
+async def test_settings_for_full_snapshots_are_heeded(histories: Any) -> None:
+    every_second, always = histories(full_every=2), histories(transfer="full")
+    for history in (every_second, always):
+        for number in (1, 2, 3):
+            history.publish(number)
+    assert every_second.payload(2, 1).encoding is Encoding.FULL
+    assert every_second.payload(3, 2).encoding is Encoding.DELTA
+    assert always.payload(3, 2).encoding is Encoding.FULL
+
+
+async def test_the_chain_is_bounded_in_number_and_in_bytes(histories: Any) -> None:
+    few, dense = histories(keep_deltas=2), histories(keep_deltas=16)
+    for number in range(1, 7):
+        few.publish(number)
+        dense.publish(number, share=0.3)
+    with pytest.raises(BaseUnavailableError):
+        few.payload(6, 3)
+    assert few.payload(6, 4).encoding is Encoding.DELTA
+    dense.payload(6, 5)
+    assert dense.store.gauges()["delta_bytes"] <= dense.manifests[6].size_bytes
+    with pytest.raises(BaseUnavailableError):
+        dense.payload(6, 1)
+
+
+async def test_without_a_chain_the_held_snapshots_still_make_deltas(histories: Any) -> None:
+    history = histories(keep_deltas=0, keep_versions=3)
+    for number in (1, 2, 3):
+        history.publish(number)
+    payload = history.payload(3, 1)
+    assert payload.encoding is Encoding.DELTA
+    history.assert_holds(await history.applied(payload), 3)
+
+
+async def test_the_profile_follows_the_link_unless_it_is_set(histories: Any) -> None:
+    history = histories()
+    history.publish(1)
+    history.publish(2)
+    for link_bytes_per_s, profile in (
+        (0.0, Profile.FAST),
+        (SMALL_BELOW_BYTES_PER_S * 2, Profile.FAST),
+        (SMALL_BELOW_BYTES_PER_S / 2, Profile.SMALL),
+    ):
+        payload = history.payload(2, 1, link_bytes_per_s=link_bytes_per_s)
+        assert payload.profile is profile
+        assert f":1-2:{profile}:" in payload.payload_id
+        history.assert_holds(await history.applied(payload), 2)
+    assert history.payload(2).profile is None
+    small = histories(profile="small")
+    small.publish(1)
+    small.publish(2)
+    assert small.payload(2, 1, link_bytes_per_s=1e12).profile is Profile.SMALL
+
+
+async def test_names_of_payloads_are_their_content_also_after_a_restart(histories: Any) -> None:
+    history = histories(keep_versions=2)
+    for number in (1, 2):
+        history.publish(number)
+    before = history.payload(2, 1)
+    full = history.payload(2)
+    assert full.payload_id == f"{POLICY}:2:full:{history.manifests[2].digest}"
+    again = PublisherStore(RUN, POLICY, history.config)
+    for number in (1, 2):
+        again.add(history.paths[number])
+        again.add(history.paths[number])  # telling it twice does no harm
+    after = again.payload(history.request(2, 1))
+    assert after.payload_id == before.payload_id
+    reader = again.open(before.payload_id)
+    assert bytes(await reader.read(0, reader.size_bytes)) == await history.bytes_of(before)
+    reader.close()
+    again.close()
+
+
+async def test_a_store_that_closes_ends_what_is_being_made_and_removes_its_files(
+    histories: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = histories()
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> bytes:
+        begun.set()
+        assert go.wait(WAIT_S)
+        return b""
+
+    monkeypatch.setattr("services.trainer.delta.encode_tensor", slowly)
+    for number in (1, 2, 3):
+        history.publish(number)
+    assert begun.wait(WAIT_S)
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(history.payload, 2, 1)
+        closing = threads.submit(history.store.close)
+        go.set()
+        closing.result(WAIT_S)
+        with pytest.raises(InfrastructureError, match="stopping"):
+            asking.result(WAIT_S)
+    assert not list(history.directory.iterdir())
