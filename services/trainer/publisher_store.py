@@ -46,12 +46,12 @@ log = structlog.get_logger()
 MOST_THREADS = 4  # two code 1.6 times as fast as one, four 1.9 times: the interpreter lock takes the rest
 ENCODE_TIMEOUT_S = 120.0  # the longest that one receiver waits for a delta that is being made for another
 
-# Where the profiles cost a receiver the same, per byte of bf16 weights of which 1% changed: the small one saves
-# 2.5 of 10.5 bits per change on the link, and takes 3.1 ns longer to decode (0.3 GB/s against 5 GB/s). Coding is not
+# Where both profiles cost a receiver the same, per byte of bf16 weights of which 1% changed: the small one saves about
+# 2.5 bits per change on the link, and takes longer to decode (``benchmarks/weights_codec.py``, one core). Coding is not
 # counted, because it is done once for all receivers.
 _SAVED_BYTES = 0.01 / 2 * (10.5 - 8.0) / 8
-_LONGER_S = 1 / 0.3e9 - 1 / 5e9
-SMALL_BELOW_BYTES_PER_S = _SAVED_BYTES / _LONGER_S
+_LONGER_S = 1 / 1.3e9 - 1 / 9e9
+SMALL_BELOW_BYTES_PER_S = _SAVED_BYTES / _LONGER_S  # 2.4 MB/s
 
 
 class PublisherStore:
@@ -61,9 +61,8 @@ class PublisherStore:
         self._run_id = run_id
         self._policy = policy
         self._config = config
-        self._lock = (
-            threading.RLock()
-        )  # never held while something is made; a callback may run in the thread that holds it
+        # Never held while something is made. Reentrant: the callback of a delta may run in the thread that holds it.
+        self._lock = threading.RLock()
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()
         self._chain = DeltaChain(config.keep_deltas)
         self._made: MadeOnce[_Made] = MadeOnce()
@@ -99,6 +98,7 @@ class PublisherStore:
         with self._lock:
             known = self._snapshots.get(manifest.version)
             if known is not None:
+                snapshot.close()
                 if known.manifest.digest != manifest.digest:
                     raise VersionConflictError(
                         f"version {manifest.version} is served with digest {known.manifest.digest}, "

@@ -19,7 +19,7 @@ from services.common.weights.dtypes import Bits
 
 MAX_CLASSES = 16
 _SAMPLE_EVERY = 16
-_CLASS_COST_BITS = 1200.0  # headers and tables of a class's planes, over the whole tensor
+_CLASS_COST_BITS = 500.0  # headers and tables of a class's planes, over the whole tensor
 _CLASS_COST_SHARE = 0.02  # bits per change that a class must save, because each one takes time on both sides
 
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}

@@ -106,7 +106,8 @@ class SnapshotPart:
     def close(self) -> None:
         """Let go of it: written, or given up. Closing twice does no harm."""
         if self._fd >= 0:
-            os.close(self._fd)  # the mapping goes when the last array over it goes
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
+            os.close(self._fd)
             self._fd = -1
 
 
@@ -236,9 +237,14 @@ class Snapshot:
             if not self._leases:
                 self._remove()
 
+    def close(self) -> None:
+        """Let go of the file without removing it, for who has not leased it. Arrays over it stay valid."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
+        os.close(self._fd)
+
     def _remove(self) -> None:
         self.path.unlink(missing_ok=True)
-        os.close(self._fd)  # the mapping goes when the last array over it goes
+        self.close()  # the mapping goes when the last array over it goes
 
 
 def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.aio import backoff
-from services.common.errors import MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.weights.manifest import BaseVersion, Manifest
 from services.inference.engine.base import Engine
@@ -30,6 +30,7 @@ from services.inference.weights.verify import Verified
 
 log = structlog.get_logger()
 
+_PATIENCE = 5  # failures in a row before a delta that does not come is given up for the snapshot
 _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
 
 
@@ -117,7 +118,7 @@ class WeightUpdater:
 
     async def run(self) -> None:
         """Follow the offers. No deadline: it waits for the next version as long as the replica lives."""
-        delays = backoff(0.2)
+        delays, num_in_a_row = backoff(0.2), 0
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -127,10 +128,14 @@ class WeightUpdater:
             attempt = _Attempt(self._record(wanted), time.monotonic())
             try:
                 await self._take(wanted, attempt)
-                delays = backoff(0.2)
+                delays, num_in_a_row = backoff(0.2), 0
             except MillraceError as error:
                 self.num_failures += 1
-                self._force_full = True  # whatever was wrong with the delta, the snapshot does not depend on it
+                num_in_a_row += 1
+                # The snapshot does not depend on whatever was wrong with the delta. A source that is away or busy (making
+                # this very delta) says nothing against it, at first.
+                busy = isinstance(error, InfrastructureError | DeadlineError) and num_in_a_row < _PATIENCE
+                self._force_full = self._force_full or not busy
                 self._transfers.append(replace(attempt.record, error=f"{error.reason}: {error.message}"))
                 delay = next(delays)
                 log.warning(

@@ -21,6 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.errors import MillraceError
 from services.trainer import snapshot
+from services.trainer.host_group import HostGroup
 from services.trainer.model import PolicyModel, build_policy_model
 from services.trainer.sharding import Ranks, init_ranks, leave_ranks
 from services.trainer.snapshot import Snapshots
@@ -82,6 +83,11 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
             told = _told(lambda: made.write(1))
         made.write(2)  # nobody is out of step afterwards
         return told
+    if case == "late":  # the last rank does not come to an exchange
+        hosts = HostGroup(ranks, timeout_s=2.0)
+        if ranks.rank == ranks.world_size - 1:
+            time.sleep(4.0)
+        return _told(lambda: hosts.gather("here", "the test's roll call"))
     if case == "stuck":  # until killed: the last rank never finishes its rows
         made = snapshots(model, ranks, [directory])
         if ranks.rank == ranks.world_size - 1:

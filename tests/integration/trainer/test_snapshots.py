@@ -24,7 +24,7 @@ from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_mo
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 120.0
-CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable"]
+CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable", "late"]
 
 
 def start_ranks(num_ranks: int, out_dir: Path, cases: list[str]) -> list[subprocess.Popen[bytes]]:
@@ -77,7 +77,7 @@ def test_several_ranks_write_the_bytes_of_one(case: str, written: tuple[Path, li
         assert together.manifest == alone.manifest
         assert together.data == Snapshot(alone.path).data
         assert together.manifest.digest.startswith(f"{FORMS[dtype]}:")
-    assert ("lm_head.weight" in {entry.name for entry in alone.manifest.tensors}) == (case == "untied")
+        assert ("lm_head.weight" in {entry.name for entry in alone.manifest.tensors}) == (case == "untied")
     assert not list((written[0] / case).glob(".*")), "no draft is left"
 
 
@@ -102,6 +102,16 @@ def test_a_rank_that_cannot_write_its_part_fails_all_and_the_next_version_is_wri
     }
     assert Snapshot(only(written[0] / "unmappable")).manifest.version == 2
     assert not list((written[0] / "unmappable").glob(".*")), "the draft of version 1 is gone"
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(written: tuple[Path, list[Any]]) -> None:
+    told = written[1][0]["late"]
+    assert (told["error"], told["message"]) == (
+        "DeadlineError",
+        f"the test's roll call took longer than 2 s: not all of {len(written[1])} ranks came",
+    )
+    assert written[1][-1]["late"]["error"] in ("DeadlineError", "InfrastructureError"), "who comes late is told as well"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from services.common.config.policy import WeightsConfig
 from services.common.errors import (
     BaseUnavailableError,
     CorruptDataError,
+    DeadlineError,
     InfrastructureError,
     VersionConflictError,
     VersionUnavailableError,
@@ -34,6 +35,7 @@ from services.common.weights.codec import ChunkChange
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, TensorSpec
 from services.common.weights.snapshot_file import SnapshotSpaceError, SnapshotWriter
 from services.inference.engine.weight_update import WeightUpdate
+from services.inference.weights import updater as updater_module
 from services.inference.weights.fetch import Fetched, fetch
 from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
@@ -85,11 +87,15 @@ class FaultySource:
     def __init__(self, store: PublisherStore) -> None:
         self._store = store
         self.fault = ""
+        self.away = 0  # so many more questions are answered with an error
         self.offsets: list[int] = []
         self.hold = asyncio.Event()
         self.hold.set()
 
     def payload(self, request: PayloadRequest) -> Payload:
+        if self.away:
+            self.away -= 1
+            raise DeadlineError("the test made it slow")
         return self._store.payload(request)
 
     def open(self, payload_id: str) -> PayloadReader:
@@ -234,6 +240,24 @@ async def test_a_broken_stream_is_resumed_at_its_offset(world: World) -> None:
     assert not world.source.fault, "it happened"
     assert world.source.offsets == sorted(world.source.offsets)
     assert world.updater.num_failures == 0
+
+
+async def test_a_source_that_is_away_for_a_moment_costs_no_full_transfer(world: World) -> None:
+    await world.take(world.publish(1))
+    second = world.publish(2)
+    world.source.away = 2
+    assert (await world.take(second)).encoding == "delta"
+    assert world.updater.num_failures == 2
+
+
+async def test_a_delta_that_never_comes_is_given_up_for_the_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updater_module, "_PATIENCE", 2)
+    await world.take(world.publish(1))
+    second = world.publish(2)
+    world.source.away = 2
+    assert (await world.take(second)).encoding == "full"
 
 
 async def test_a_truncated_stream_is_no_version(world: World) -> None:

@@ -1,0 +1,85 @@
+"""Where snapshots go, and what the loop is told of a published version."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.policy import WeightsConfig
+from services.common.weights import snapshot_file
+from services.common.weights.manifest import TensorSpec
+from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotWriter
+from services.trainer.model import build_policy_model
+from services.trainer.sharding import Ranks
+from services.trainer.snapshot import Snapshots
+from services.trainer.versions import SnapshotPublisher, snapshot_directories, sweep
+from tests.unit.trainer.building import tiny_causal_lm
+
+
+def test_snapshots_spill_into_the_run_directory_unless_the_recipe_names_another() -> None:
+    assert snapshot_directories(WeightsConfig(), Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("runs/r/snapshots"))
+    named = WeightsConfig(spill_directory="/mnt/spill")
+    assert snapshot_directories(named, Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("/mnt/spill"))
+
+
+def test_sweeping_makes_the_directories_and_removes_what_a_dead_writer_left(tmp_path: Path) -> None:
+    spill = tmp_path / "not" / "there" / "yet"
+    sweep([spill])
+    with SnapshotWriter.create(
+        run_id="r", policy="p", version=1, specs=[TensorSpec(name="w", dtype="uint8", shape=(3,))], directories=[spill]
+    ) as writer:
+        draft = next(spill.iterdir())
+        dead = draft.with_name(draft.name.replace(f".{os.getpid()}.", ".4194304."))  # beyond the largest pid
+        draft.rename(dead)
+        sweep([spill])
+        assert dead.exists(), "still being written, by whatever process"
+        writer.close()
+    sweep([spill])
+    assert not list(spill.iterdir())
+
+
+class TakingProcess:
+    """A publisher process that takes everything."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.announced: list[Path] = []
+
+    def announce(self, path: Path) -> None:
+        self.announced.append(path)
+
+
+def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, spill = tmp_path / "full", tmp_path / "spill"
+    full.mkdir()
+    spill.mkdir()
+    reserve = os.posix_fallocate
+
+    def no_room(descriptor: int, offset: int, size: int) -> None:
+        if str(full) in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room)  # type: ignore[attr-defined]
+    model = build_policy_model(tiny_causal_lm(), Ranks.single())
+    snapshots = Snapshots(
+        model, Ranks.single(), run_id="r", policy="p", dtype="bfloat16", algorithm="blake3", directories=(full, spill)
+    )
+    process: Any = TakingProcess()
+    published = SnapshotPublisher(policy="p", snapshots=snapshots, process=process).publish(4)
+    assert published is not None
+    [path] = process.announced
+    assert path.parent == spill
+    manifest = Snapshot(path).manifest
+    assert published.version.digest == manifest.digest
+    assert published.version.digest.startswith("blake3:")
+    assert published.version.sources == ("127.0.0.1:1",)
+    assert published.metrics.keys() == {"snapshot_s", "snapshot_digest_s", "snapshot_bytes"}
+    assert published.metrics["snapshot_bytes"] == manifest.size_bytes
