@@ -1,3 +1,5 @@
+"""The lossless delta codec: two tensors of the same shape and dtype in, the bytes of their difference out, and back.
+
 A tensor is cut into chunks of 2**20 elements. Unchanged chunks take no space. Each other chunk has a record
 
     chunk index (4 bytes) | method (1) | padding (3) | number of changes (4) | body
