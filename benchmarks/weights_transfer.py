@@ -110,13 +110,22 @@ class Receiver:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of each repetition, by arm; and one transfer's stages."""
+    """What was measured in each repetition: seconds by arm, and facts about its stages."""
 
     by_arm: dict[str, list[float]] = field(default_factory=dict)
-    facts: dict[str, float] = field(default_factory=dict)
+    by_fact: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, arm: str, seconds: float) -> None:
         self.by_arm.setdefault(arm, []).append(seconds)
+
+    def note(self, **facts: float) -> None:
+        for name, value in facts.items():
+            self.by_fact.setdefault(name, []).append(value)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """Medians."""
+        return {name: statistics.median(values) for name, values in self.by_fact.items()}
 
     def median(self, arm: str) -> float:
         return median_and_spread(self.by_arm[arm])[0]
@@ -162,9 +171,7 @@ class Benchmark:
         theirs, ours = ({int(core) for core in part.split(",")} for part in arguments.cores.split(":"))
         self.repeats = arguments.repeats
         self.versions = VersionMaker(model_specs(arguments.size_mib << 20), DEFAULT_DIRECTORIES[0], arguments.seed)
-        self.publisher = PublisherProcess(
-            run_id=RUN, policy=POLICY, config=WeightsConfig(port=0), run_dir=scratch
-        )
+        self.publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0), run_dir=scratch)
         os.sched_setaffinity(0, theirs)  # the publisher inherits it
         self.publisher.start()
         self.plain_sender = PlainSender(theirs)
@@ -208,13 +215,16 @@ class Benchmark:
         self.times.add("delta", served_at - began)
         last = receiver.updater.last
         assert last is not None and last.encoding == "delta"
-        stages = ("encode_s", "fetch_s", "verify_s", "write_s", "pause_s")
-        self.times.facts |= {f"delta_{stage}": getattr(last, stage) for stage in stages}
-        self.times.facts |= {
-            "delta_announce_s": announced - began,
-            "delta_bytes": last.payload_size_bytes,
-            "delta_bits_per_change": last.bits_per_change,
-        }
+        self.times.note(
+            delta_announce_s=announced - began,
+            delta_encode_s=last.encode_s,  # most of the fetch: the answer to GetManifest waits for it
+            delta_fetch_s=last.fetch_s,
+            delta_verify_s=last.verify_s,
+            delta_write_s=last.write_s,
+            delta_pause_s=last.pause_s,
+            delta_bytes=last.payload_size_bytes,
+            delta_bits_per_change=last.bits_per_change,
+        )
         self.plain_sender.load(path)
         await asyncio.to_thread(self._plain_delta)
         if verify_plain:
@@ -227,7 +237,7 @@ class Benchmark:
             self.plain_sender.send_delta(compare)
             self.plain.take(self.plain_sender.address)
             self.times.add(f"plain_{compare}", time.perf_counter() - began)
-            self.times.facts[f"plain_{compare}_compare_s"] = self.plain_sender.done()
+            self.times.note(**{f"plain_{compare}_compare_s": self.plain_sender.done()})
 
     async def _memory(self, receiver: Receiver) -> None:
         """A delta, then a full version into a mirror that is full already."""
@@ -236,20 +246,14 @@ class Benchmark:
         largest = 2 * max(entry.size_bytes for entry in manifest.tensors)
         with PeakMemory() as peak:
             await receiver.take(self._announced(manifest))
-        self.times.facts |= {
-            "extra_delta_bytes": peak.extra_bytes,
-            "extra_delta_bound": receiver.engine.decoded_bytes + largest,
-        }
+        self.times.note(extra_delta_bytes=peak.extra_bytes, extra_delta_bound=receiver.engine.decoded_bytes + largest)
         path, manifest = self.versions.write()
         await asyncio.to_thread(self.publisher.announce, path)
         receiver.mirror.dirty = True  # so that nothing but a full version will do
         with PeakMemory() as peak:
             await receiver.take(self._announced(manifest))
         assert receiver.updater.last is not None and receiver.updater.last.encoding == "full"
-        self.times.facts |= {
-            "extra_full_bytes": peak.extra_bytes,
-            "extra_full_bound": self.versions.size_bytes + largest,
-        }
+        self.times.note(extra_full_bytes=peak.extra_bytes, extra_full_bound=self.versions.size_bytes + largest)
         self.plain_sender.load(path)
         self.newest = self._announced(manifest)
 
@@ -273,8 +277,12 @@ class Benchmark:
         self.times.add("mapped", await receiver.take(self.newest) - began)
         last = receiver.updater.last
         assert last is not None and last.transport == "mapped"
-        stages = ("fetch_s", "verify_s", "write_s", "pause_s")
-        self.times.facts |= {f"mapped_{stage}": getattr(last, stage) for stage in stages}
+        self.times.note(
+            mapped_fetch_s=last.fetch_s,
+            mapped_verify_s=last.verify_s,
+            mapped_write_s=last.write_s,
+            mapped_pause_s=last.pause_s,
+        )
         await receiver.stop()
         self.times.add("memcpy", memcpy_s(self.versions.size_bytes, 3))
 

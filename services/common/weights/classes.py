@@ -19,8 +19,8 @@ from services.common.weights.dtypes import Bits
 
 MAX_CLASSES = 16
 _SAMPLE_EVERY = 16
-_CLASS_COST_BITS = 500.0  # headers and tables of a class's planes, over the whole tensor
-_CLASS_COST_SHARE = 0.02  # bits per change that a class must save, because each one takes time on both sides
+_CLASS_COST_BITS = 80.0  # head of a class, over the whole tensor
+_CLASS_COST_SHARE = 0.01  # bits per change that a class must save, because each one takes time on both sides
 
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 

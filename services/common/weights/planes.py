@@ -1,7 +1,8 @@
 """Byte planes of the delta codec: each is nothing (all zero), raw, or one zstd frame, whichever is smallest.
 
-A plane begins with one byte of coding and four of length (of the body; of the plane itself when it is all zero). ``PlaneReader`` walks over untrusted bytes and raises
-``CorruptDataError`` rather than allocate or read more than the caller expects.
+A plane begins with one byte of coding and four of length (of the body; of the plane itself when it is all zero).
+``PlaneReader`` walks over untrusted bytes and raises ``CorruptDataError`` rather than allocate or read more than the
+caller expects.
 """
 
 from __future__ import annotations
@@ -45,6 +46,16 @@ def pack_plane(plane: npt.NDArray[np.uint8]) -> bytes:
     return _HEADER.pack(_RAW, len(raw)) + raw
 
 
+def pack_varint(value: int) -> bytes:
+    """A number as ``PlaneReader.varint`` reads it."""
+    coded = bytearray()
+    while value >= 0x80:
+        coded.append(value & 0x7F | 0x80)
+        value >>= 7
+    coded.append(value)
+    return bytes(coded)
+
+
 class PlaneReader:
     """A cursor over the bytes of a coded tensor."""
 
@@ -67,6 +78,16 @@ class PlaneReader:
 
     def unpack(self, header: struct.Struct) -> tuple[Any, ...]:
         return header.unpack(self.take(header.size))
+
+    def varint(self) -> int:
+        """A number below 2**35: seven bits per byte, lowest first, the top bit set in all bytes but the last."""
+        value = 0
+        for shift in range(0, 35, 7):
+            [byte] = self.take(1)
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise CorruptDataError("delta holds a number that does not end")
 
     def plane(self, *, at_least: int, at_most: int) -> npt.NDArray[np.uint8]:
         """The next plane, whose size must lie within the bounds."""

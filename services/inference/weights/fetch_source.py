@@ -24,7 +24,7 @@ from services.common.transfer.host import host_identity
 from services.common.transfer.serde_requests import payload_request_to_proto
 from services.common.transfer.source import PayloadRequest
 from services.common.types import WeightVersion
-from services.common.weights.manifest import BaseVersion, Encoding, Payload
+from services.common.weights.manifest import BaseVersion, Encoding, Payload, align
 from services.inference.weights.fetch_bulk import BulkTransport
 from services.inference.weights.fetch_grpc import GrpcTransport
 from services.inference.weights.fetch_links import LinkSpeeds
@@ -85,6 +85,9 @@ class WeightSource:
             )
         if payload.encoding is Encoding.DELTA and payload.base != base:
             raise CorruptDataError(f"{self.address} offers a delta from {payload.base}, this replica holds {base}")
+        whole = sum(align(entry.size_bytes) for entry in payload.target.tensors)
+        if not 0 <= payload.size_bytes <= whole:  # room is made for it before the first byte comes
+            raise CorruptDataError(f"{self.address} offers {payload.size_bytes} bytes for a version of {whole}")
         self._offered_payload = payload.payload_id
         self._offers = {}
         if response.HasField("mapped"):

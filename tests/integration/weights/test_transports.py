@@ -6,16 +6,23 @@ import asyncio
 import secrets
 import socket as sockets
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog.testing
 import zmq
 
+from services.common.errors import CorruptDataError
 from services.common.transfer import servicer as servicer_module
-from services.common.transfer.bulk_frames import BulkRequest, Kind, Operation, decode_answer
+from services.common.transfer.bulk_frames import BulkRequest, Kind, Operation, decode_answer, encode_answer
+from services.common.transfer.serde_requests import payload_request_to_proto
+from services.common.transfer.serving import add_weight_service
+from services.common.transfer.source import PayloadRequest
 from services.inference.weights.fetch import fetch, fetch_range
+from services.inference.weights.fetch_bulk import BulkTransport
 from services.inference.weights.fetch_links import LinkSpeeds
+from services.inference.weights.fetch_range import ByteRange
 from services.inference.weights.fetch_source import WeightSource
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
 
@@ -151,9 +158,6 @@ async def test_a_receiver_that_asks_for_more_than_it_reads_holds_a_bounded_numbe
                 while not sender.bulk.num_refused:
                     await asyncio.sleep(0.01)
             assert sender.budget.num_bytes_sent < 50 << 20
-            healthy = MemorySource(SIZE)
-            async with sending(healthy) as other:
-                assert (await fetch(other.address, RUN, healthy.version, None)).transport == "bulk"
             assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk", "others are served"
 
 
@@ -208,6 +212,64 @@ async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> No
         async with asyncio.timeout(5):
             while source.num_leases:
                 await asyncio.sleep(0.05)
+
+
+HEAD = encode_answer(Kind.DATA, 0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [encode_answer(Kind.DATA, 7), bytes(100)],  # not what was due
+        [HEAD, bytes(101)],  # more than was asked for
+        [HEAD, bytes(100), b""],
+        [HEAD],
+        [b"\x09" + HEAD[1:], bytes(100)],
+        [b"", bytes(100)],
+        [HEAD + b"x", bytes(100)],
+    ],
+)
+async def test_answers_that_make_no_sense_are_no_payload(answer: list[bytes]) -> None:
+    payload = MemorySource(100).payload(PayloadRequest(run_id=RUN, policy=POLICY, version=1))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger, socket.rcvtimeo = 0, 5000
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        def serve() -> None:
+            peer, _ = socket.recv_multipart()
+            socket.send_multipart([peer, *answer])
+
+        transport = BulkTransport(f"tcp://127.0.0.1:{port}", bytes(32), "the test")
+        serving = asyncio.create_task(asyncio.to_thread(serve))
+        with pytest.raises(CorruptDataError):
+            await transport.fetch(payload, ByteRange(0, 100, memoryview(bytearray(100))))
+        await serving
+
+
+async def test_a_payload_larger_than_its_version_gets_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = MemorySource(SIZE)
+    honest = source.payload
+    monkeypatch.setattr(source, "payload", lambda request: replace(honest(request), size_bytes=1 << 50))
+    async with sending(source) as sender:
+        with pytest.raises(CorruptDataError, match="bytes for a version of"):
+            await fetch(sender.address, RUN, source.version, None)
+
+
+async def test_off_loopback_the_bulk_plane_is_not_offered() -> None:
+    class Elsewhere:
+        """A server as it may be bound once calls are authenticated; the real one still refuses."""
+
+        host = "10.0.0.1"
+
+        def add(self, *_: object) -> None: ...
+
+    with structlog.testing.capture_logs() as logs:
+        servicer = await add_weight_service(Elsewhere(), {POLICY: MemorySource(SIZE)})  # type: ignore[arg-type]
+    assert [line["event"] for line in logs] == ["bulk.not_offered"]
+    assert "not encrypted" in logs[0]["reason"]
+    request = payload_request_to_proto(PayloadRequest(run_id=RUN, policy=POLICY, version=1), ["bulk"])
+    response = await servicer.GetManifest(request, None)  # type: ignore[arg-type]
+    assert not response.HasField("bulk")
 
 
 async def test_bytes_that_are_no_zeromq_at_all_harm_nobody() -> None:

@@ -1,0 +1,99 @@
+"""The publisher as a process: what it serves to many at once, and what it serves after it was killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.config.policy import WeightsConfig
+from services.common.errors import InfrastructureError
+from services.common.types import WeightVersion
+from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Profile
+from services.inference.weights.fetch import Fetched, fetch
+from services.trainer.publisher_process import PublisherProcess
+from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
+
+Start = Callable[..., PublisherProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[PublisherProcess] = []
+
+    def make(**config: object) -> PublisherProcess:
+        weights = WeightsConfig(port=0, **config)  # type: ignore[arg-type]
+        started.append(PublisherProcess(run_id=RUN, policy=POLICY, config=weights, run_dir=tmp_path / "run"))
+        started[-1].start()
+        return started[-1]
+
+    yield make
+    for publisher in started:
+        publisher.stop()
+
+
+def kill(publisher: PublisherProcess) -> None:
+    assert publisher._process is not None
+    os.kill(publisher._process.pid, 9)
+    publisher._process.wait(10)
+
+
+async def taken(publisher: PublisherProcess, manifest: Manifest, base: Manifest | None = None) -> Fetched:
+    """What a receiver that holds ``base`` fetches."""
+    held = BaseVersion(number=base.version, digest=base.digest) if base is not None else None
+    version: WeightVersion = announced(manifest, publisher.address)
+    return await fetch(publisher.address, RUN, version, held, transports=["grpc"])
+
+
+async def test_after_a_kill_it_serves_the_snapshots_still_there_and_deltas_between_them(
+    start: Start, tmp_path: Path
+) -> None:
+    publisher = start()
+    manifests = []
+    for number in (1, 2):
+        path, manifest = write_version(tmp_path, number)
+        manifests.append(manifest)
+        await asyncio.to_thread(publisher.announce, path)
+    before = await taken(publisher, manifests[1], base=manifests[0])
+    address = publisher.address
+    kill(publisher)
+    path, newest = write_version(tmp_path, 3)
+    await asyncio.to_thread(publisher.announce, path)
+    assert publisher.address == address
+    assert (await taken(publisher, newest, base=manifests[1])).payload.encoding is Encoding.DELTA
+    assert (await taken(publisher, newest, base=manifests[0])).payload.encoding is Encoding.FULL, (
+        "its base is forgotten"
+    )
+    assert before.payload.encoding is Encoding.DELTA
+    publisher.stop()
+    assert not list(tmp_path.glob("millrace.*")), "also what the one that was killed would have removed"
+
+
+async def test_many_receivers_with_different_bases_are_served_at_once(start: Start, tmp_path: Path) -> None:
+    publisher = start(profile="small", keep_versions=1)
+    manifests: list[Manifest] = []
+    for number in range(1, 6):
+        path, manifest = write_version(tmp_path, number)
+        manifests.append(manifest)
+        await asyncio.to_thread(publisher.announce, path)
+    bases = [None, *manifests[:-1]] * 6
+    fetched = await asyncio.gather(*(taken(publisher, manifests[-1], base) for base in bases))
+    for base, one in zip(bases, fetched, strict=True):
+        assert one.payload.encoding is (Encoding.FULL if base is None else Encoding.DELTA)
+        assert one.payload.profile is (None if base is None else Profile.SMALL)
+    by_id = {one.payload.payload_id: bytes(one.data) for one in fetched}
+    assert len(by_id) == 5, "one payload for all with the same base"
+    assert all(bytes(one.data) == by_id[one.payload.payload_id] for one in fetched)
+
+
+async def test_a_file_that_is_no_snapshot_is_refused_in_words(start: Start, tmp_path: Path) -> None:
+    publisher = start()
+    (tmp_path / "garbage").write_bytes(b"no snapshot at all, but long enough for a header")
+    with pytest.raises(InfrastructureError, match="garbage: not a snapshot"):
+        publisher.announce(tmp_path / "garbage")
+    path, manifest = write_version(tmp_path, 1)
+    publisher.announce(path)
+    assert (await taken(publisher, manifest)).payload.target.digest == manifest.digest

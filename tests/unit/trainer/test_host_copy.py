@@ -1,0 +1,41 @@
+"""Tensors into host memory: whatever the sizes, and through however few buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer import host_copy
+from services.trainer.host_copy import HostCopier
+
+SIZES = (1, 5000, 2048, 0, 10_003)
+
+
+class DoneEvent:
+    """A CUDA event of work that is done at once."""
+
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_element_arrives_cast(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For "cuda" the staging is real and only the device is not: a buffer filled too early would show."""
+    empty = torch.empty
+
+    def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return empty(*arguments, **settings)
+
+    monkeypatch.setattr(host_copy, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    sources = [torch.randn(size) for size in SIZES]
+    for dtype in (torch.bfloat16, torch.float32):
+        targets = [torch.zeros(len(source), dtype=dtype) for source in sources]
+        HostCopier(torch.device(device)).copy(zip(sources, targets, strict=True))
+        for source, target in zip(sources, targets, strict=True):
+            assert torch.equal(source.to(dtype), target)
