@@ -3,8 +3,9 @@
 Small weights change more often than large ones, because a step to the neighbouring value is smaller for them. Both ends
 have the old values, so positions may be counted within classes of like magnitude, which makes them cheaper to write.
 
-A class is a range of magnitudes, given by its upper bound (exclusive). Masks are packed into 64-bit words, so that counting
-takes a population count per 64 elements. Knows nothing about deltas.
+A class is a range of exponents, as the type has them: biased, the sign left out. It is given by its upper bound
+(exclusive); the last class has no bound. Masks are packed into 64-bit words, so that counting takes a population count
+per 64 elements. Knows nothing about deltas.
 """
 
 from __future__ import annotations
@@ -22,49 +23,55 @@ _SAMPLE_EVERY = 16
 _CLASS_COST_BITS = 80.0  # head of a class, over the whole tensor
 _CLASS_COST_SHARE = 0.01  # bits per change that a class must save, because each one takes time on both sides
 
-_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
+_BLOCK = 1 << 16  # elements at a time, so that what lies between stays in the cache
 
+_EXPONENTS = {"bfloat16": (7, 8), "float16": (10, 5), "float32": (23, 8)}  # lowest bit, and how many
+
+Exponents = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 Ranks = npt.NDArray[np.intp]
 
 
 def has_classes(dtype: str) -> bool:
     """Whether values of this type have magnitudes to be classed by."""
-    return dtype in _MANTISSA_BITS
+    return dtype in _EXPONENTS
 
 
-def magnitudes(bits: Bits) -> Bits:
-    """The bits without the sign."""
-    return bits & bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
+def exponents_of(bits: Bits, dtype: str) -> Exponents:
+    """The biased exponent of each element."""
+    lowest, count = _EXPONENTS[dtype]
+    exponents = np.empty(len(bits), dtype=np.uint8)
+    for start in range(0, len(bits), _BLOCK):
+        block = bits[start : start + _BLOCK] >> bits.dtype.type(lowest)
+        np.copyto(exponents[start : start + _BLOCK], block, casting="unsafe")
+    if count < 8:  # else the sign is cut off with what does not fit into a byte
+        exponents &= np.uint8((1 << count) - 1)
+    return exponents
 
 
-def choose_bounds(old: Bits, positions: Ranks, dtype: str, scale: float) -> list[int]:
-    """Upper bounds of classes, ascending: neighbouring exponents are one class unless telling them apart pays.
+def choose_bounds(exponents: Exponents, positions: Ranks, scale: float) -> list[int]:
+    """Upper bounds of all classes but the last, ascending: neighbours are one class unless telling them apart pays.
 
-    ``old`` and its changed ``positions`` are a part of the tensor; ``scale`` is how much larger the whole is.
+    ``exponents`` and the changed ``positions`` are a part of the tensor; ``scale`` is how much larger the whole is.
     """
-    shift = _MANTISSA_BITS[dtype]
-    exponents = (magnitudes(old[::_SAMPLE_EVERY]) >> shift).astype(np.intp)
-    changed = (magnitudes(old[positions]) >> shift).astype(np.intp)
-    size = int(max(exponents.max(initial=0), changed.max(initial=0))) + 1
     # A sample may miss an exponent that is there; what changed certainly is.
-    population = np.bincount(exponents, minlength=size) * float(_SAMPLE_EVERY)
-    changes = np.bincount(changed, minlength=size).astype(np.float64)
+    changes = np.bincount(exponents[positions], minlength=256).astype(np.float64)
+    population = np.bincount(exponents[::_SAMPLE_EVERY], minlength=256) * float(_SAMPLE_EVERY)
     population = np.maximum(population, changes)
     worth = max(_CLASS_COST_BITS, _CLASS_COST_SHARE * len(positions) * scale)
     bounds: list[int] = []
     members = hits = 0.0
-    for exponent in range(size):
+    for exponent in range(256):
         n, k = float(population[exponent]), float(changes[exponent])
         if not n:
             continue
         together = _mask_bits(members + n, hits + k)
         apart = _mask_bits(members, hits) + _mask_bits(n, k)
         if members and (together - apart) * scale > worth and len(bounds) < MAX_CLASSES - 1:
-            bounds.append(exponent << shift)
+            bounds.append(exponent)
             members = hits = 0.0
         members, hits = members + n, hits + k
-    return [*bounds, int(np.iinfo(old.dtype).max // 2 + 1)]
+    return bounds
 
 
 def _mask_bits(members: float, hits: float) -> float:
@@ -78,31 +85,34 @@ def _mask_bits(members: float, hits: float) -> float:
 class ClassIndex:
     """The classes of one chunk of old values."""
 
-    def __init__(self, old: Bits, bounds: Sequence[int]) -> None:
-        self._num_elements = len(old)
-        self._magnitudes = magnitudes(old)
-        self._bounds = bounds
+    def __init__(self, exponents: Exponents, bounds: Sequence[int]) -> None:
+        self._exponents = exponents
+        self._bounds = np.array(bounds, dtype=np.uint8)
         self._words: list[Words] = []
         self._before: list[Ranks] = []  # members before each word, and in all at the end
-        below = np.zeros(-(-len(old) // 64), dtype=np.uint64)
-        for bound in bounds:
-            upto = _packed(self._magnitudes < old.dtype.type(bound))
-            words = upto ^ below
+        below: Words = np.zeros(-(-len(exponents) // 64), dtype=np.uint64)
+        mask = np.empty(len(exponents), dtype=np.bool_)
+        for bound in self._bounds:
+            upto = _packed(np.less(exponents, bound, out=mask))
+            self._add(upto ^ below)
             below = upto
-            before = np.zeros(len(words) + 1, dtype=np.intp)
-            np.cumsum(np.bitwise_count(words), out=before[1:])
-            self._words.append(words)
-            self._before.append(before)
+        mask.fill(True)
+        self._add(_packed(mask) ^ below)
+
+    def _add(self, words: Words) -> None:
+        before = np.zeros(len(words) + 1, dtype=np.intp)
+        np.cumsum(np.bitwise_count(words).astype(np.intp), out=before[1:])
+        self._words.append(words)
+        self._before.append(before)
 
     def num_members(self, number: int) -> int:
         return int(self._before[number][-1])
 
     def split(self, positions: Ranks) -> list[Ranks]:
         """For each class, which of ``positions`` (by their index) belong to it, in order."""
-        limits = np.asarray(self._bounds[:-1], dtype=self._magnitudes.dtype)
-        numbers = np.searchsorted(limits, self._magnitudes[positions], side="right")
+        numbers = np.searchsorted(self._bounds, self._exponents[positions], side="right")
         order = np.argsort(numbers.astype(np.uint8), kind="stable")
-        ends = np.cumsum(np.bincount(numbers, minlength=len(self._bounds)))
+        ends = np.cumsum(np.bincount(numbers, minlength=len(self._words)))
         return np.split(order, ends[:-1])
 
     def ranks(self, number: int, positions: Ranks) -> Ranks:

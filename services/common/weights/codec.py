@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from services.common.errors import CorruptDataError
 from services.common.weights.classes import has_classes
-from services.common.weights.context import ContextDecoder, ContextEncoder
+from services.common.weights.context import MAX_SHARE, ContextDecoder, ContextEncoder
 from services.common.weights.dtypes import Bits, element_type
 from services.common.weights.manifest import Profile
 from services.common.weights.planes import PlaneReader
@@ -50,8 +50,10 @@ CHUNK_ELEMENTS = 1 << 20
 _RECORDS, _WITH_CONTEXT = 1, 2  # first byte of every coded tensor
 _RECORD = struct.Struct("<IBxxxI")  # chunk index, method, number of changes
 _SPARSE_UP_TO = 0.5  # changed share above which sparse is never the cheapest
-_DENSE_FROM = 0.12  # changed share below which dense is never the cheapest
-_CONTEXT_FROM = 512  # changes in a chunk below which classes cost more than they save
+_DENSE_FROM = MAX_SHARE  # changed share below which dense is never the cheapest
+# Classes cost a few bytes per chunk, and time per element whether it changed or not.
+_CONTEXT_FROM = 16  # changes in a chunk below which that does not pay,
+_CONTEXT_FROM_SHARE = 1 / 2048  # and their share in it
 
 
 class Method(enum.IntEnum):
@@ -103,7 +105,7 @@ def encode_tensor(old: Bits, new: Bits, dtype: str, profile: Profile = Profile.F
 def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[ChunkChange]:
     """The changes, chunk by chunk, as absolute values. ``CorruptDataError`` when the bytes make no sense."""
     is_float = element_type(dtype).is_float
-    for record in _Records(old, data):
+    for record in _Records(old, data, dtype):
         start, here = record.start, old[record.start : record.start + CHUNK_ELEMENTS]
         if record.method == Method.RAW:
             values: Bits = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
@@ -122,13 +124,13 @@ def decode_steps(like: Bits, data: bytes | memoryview) -> Iterator[ChunkSteps]:
         CorruptDataError: the bytes make no sense.
         ValueError: the delta needs its base to be read.
     """
-    for record in _Records(like, data):
+    if len(data) and data[0] == _WITH_CONTEXT:
+        raise ValueError("a delta in the small profile cannot be read without its base")
+    for record in _Records(like, data, None):
         here = like[record.start : record.start + CHUNK_ELEMENTS]
         if record.method == Method.RAW:
             record.reader.take(here.nbytes)
             yield ChunkSteps(start=record.start, positions=None, steps=None)
-        elif record.method == Method.CONTEXT:
-            raise ValueError("a delta in the small profile cannot be read without its base")
         else:
             positions, steps = record.steps(here)
             yield ChunkSteps(start=record.start, positions=positions, steps=steps)
@@ -177,7 +179,7 @@ class TensorEncoder:
         return b"".join([bytes([_WITH_CONTEXT]), self._context.finish(), *self._records])
 
     def _add_sparse(self, start: int, old: Bits, positions: npt.NDArray[np.intp], steps: Bits) -> None:
-        if self._context is not None and len(positions) >= _CONTEXT_FROM:
+        if self._context is not None and len(positions) >= max(_CONTEXT_FROM, _CONTEXT_FROM_SHARE * len(old)):
             self._context.add(old, positions, steps)
             self._num_in_context += 1
             self._record(start, Method.CONTEXT, len(positions), [])
@@ -200,6 +202,8 @@ class _Record:
 
     def steps(self, here: Bits) -> tuple[npt.NDArray[np.intp] | None, Bits]:
         if self.method == Method.SPARSE:
+            if self.num_changes > _SPARSE_UP_TO * len(here):
+                raise CorruptDataError(f"delta has {self.num_changes} sparse changes in {len(here)} elements")
             positions = unpack_positions(self.reader, self.num_changes, len(here))
             return positions, unpack_steps(self.reader, self.num_changes, here.dtype)
         if self.method == Method.DENSE:
@@ -212,17 +216,19 @@ class _Record:
 class _Records:
     """Walks over a coded tensor. Whoever iterates reads each record's body before going on."""
 
-    def __init__(self, like: Bits, data: bytes | memoryview) -> None:
+    def __init__(self, like: Bits, data: bytes | memoryview, dtype: str | None) -> None:
+        """``dtype`` is what the context form needs to know of ``like``; without it there is no such form."""
         self._like = like
         self._data = data
+        self._dtype = dtype if dtype is not None and has_classes(dtype) else None
 
     def __iter__(self) -> Iterator[_Record]:
         if not len(self._data):
             return
         reader = PlaneReader(memoryview(self._data)[1:])
         context = None
-        if self._data[0] == _WITH_CONTEXT:
-            context = ContextDecoder(reader, self._like[:0], len(self._like))
+        if self._data[0] == _WITH_CONTEXT and self._dtype is not None:
+            context = ContextDecoder(reader, self._dtype, len(self._like))
         elif self._data[0] != _RECORDS:
             raise CorruptDataError(f"delta format {self._data[0]} is unknown here; this end reads formats 1 and 2")
         previous = -1

@@ -1,7 +1,7 @@
-"""The small form of sparse chunks: gaps and steps are coded per class of the old value's magnitude, over a whole tensor.
+"""The small form of sparse chunks: gaps and steps are coded per class of the old value's exponent, over a whole tensor.
 
-    number of classes (1 byte) | per class, as varints:
-        upper bound of its magnitudes / 128 | changes, and if there are any:
+    number of classes (1 byte) | upper bounds of their exponents, of all but the last (1 byte each) | per class, as varints:
+        changes, and if there are any:
         parameter of gaps | large steps | parameter of the large steps' gaps | parameter of their sizes
     directions of all steps, class by class (plane of bits) | Rice codes of all lists (two planes, see ``rice``)
     per class: gaps (plane) when their parameter is 32 | sizes (planes) when theirs is
@@ -23,16 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.errors import CorruptDataError
-from services.common.weights.classes import MAX_CLASSES, ClassIndex, Ranks, choose_bounds
-from services.common.weights.dtypes import Bits
-from services.common.weights.planes import PlaneReader, pack_plane, pack_varint
+from services.common.weights.classes import MAX_CLASSES, ClassIndex, Ranks, choose_bounds, exponents_of
+from services.common.weights.dtypes import Bits, element_type
+from services.common.weights.planes import PLANE_HEADER_BYTES, PlaneReader, pack_plane, pack_varint
 from services.common.weights.rice import MAX_PARAMETER, RiceReader, RiceWriter, choose_parameter
 from services.common.weights.sparse import pack_columns, pack_positions, unpack_columns, unpack_positions
 
 _HEAD = struct.Struct("<B")
-_BOUND_UNIT = 128  # bounds are whole exponents, and no float type here has fewer than 7 bits of mantissa
+MAX_SHARE = 0.12  # of the elements that may have changed in what is coded like this: more is dense
 _NOT_RICE = MAX_PARAMETER + 1
-_MAX_SIZE_BITS = 64  # of a Rice coded size, on average; what takes more is written as columns
 
 
 class ContextEncoder:
@@ -42,18 +41,19 @@ class ContextEncoder:
         """``scale``: elements of the tensor over elements of a chunk."""
         self._dtype = dtype
         self._scale = scale
-        self._bounds: list[int] = []
+        self._bounds: list[int] | None = None
         self._seen: list[int] = []  # members per class
         self._ranks: list[list[Ranks]] = []
         self._steps: list[list[Bits]] = []
 
     def add(self, old: Bits, positions: Ranks, steps: Bits) -> None:
-        if not self._bounds:
-            self._bounds = choose_bounds(old, positions, self._dtype, self._scale)
-            self._seen = [0] * len(self._bounds)
-            self._ranks = [[] for _ in self._bounds]
-            self._steps = [[] for _ in self._bounds]
-        index = ClassIndex(old, self._bounds)
+        exponents = exponents_of(old, self._dtype)
+        if self._bounds is None:
+            self._bounds = choose_bounds(exponents, positions, self._scale)
+            self._seen = [0] * (len(self._bounds) + 1)
+            self._ranks = [[] for _ in self._seen]
+            self._steps = [[] for _ in self._seen]
+        index = ClassIndex(exponents, self._bounds)
         for number, members in enumerate(index.split(positions)):
             if len(members):
                 self._ranks[number].append(index.ranks(number, positions[members]) + self._seen[number])
@@ -61,10 +61,14 @@ class ContextEncoder:
             self._seen[number] += index.num_members(number)
 
     def finish(self) -> bytes:
-        heads, planes, directions = [_HEAD.pack(len(self._bounds))], [], []
+        """Everything; at least one chunk was added."""
+        assert self._bounds is not None
+        heads = [_HEAD.pack(len(self._seen)), bytes(self._bounds)]
+        planes: list[bytes] = []
+        directions: list[Bits] = []
         rice = RiceWriter()
-        for bound, ranks, steps in zip(self._bounds, self._ranks, self._steps, strict=True):
-            heads.append(pack_varint(bound // _BOUND_UNIT) + pack_varint(sum(map(len, ranks))))
+        for ranks, steps in zip(self._ranks, self._steps, strict=True):
+            heads.append(pack_varint(sum(map(len, ranks))))
             if not ranks:
                 continue
             together, ordinals = np.concatenate(ranks), np.concatenate(steps)
@@ -80,6 +84,11 @@ class ContextEncoder:
             heads.append(b"".join(map(pack_varint, (lists[0], len(large), *lists[1:]))))
         bits = np.concatenate(directions).astype(np.uint8)
         return b"".join([*heads, pack_plane(np.packbits(bits, bitorder="little")), rice.finish(), *planes])
+
+
+def _most_bits(count: int, itemsize: int) -> int:
+    """Of ``count`` values as columns, headers and all."""
+    return 8 * itemsize * (count + PLANE_HEADER_BYTES)
 
 
 def _gaps(places: Ranks) -> Ranks:
@@ -100,7 +109,7 @@ def _code_gaps(ranks: Ranks, rice: RiceWriter, planes: list[bytes]) -> int:
 def _code_sizes(sizes: Bits, rice: RiceWriter, planes: list[bytes]) -> int:
     columns = b"".join(pack_columns(sizes))
     parameter, num_bits = choose_parameter(sizes)
-    if 8 * len(columns) < num_bits or num_bits > _MAX_SIZE_BITS * len(sizes):
+    if 8 * len(columns) < num_bits:
         planes.append(columns)
         return _NOT_RICE
     rice.add(sizes, parameter)
@@ -111,8 +120,7 @@ def _code_sizes(sizes: Bits, rice: RiceWriter, planes: list[bytes]) -> int:
 class _Class:
     """What is said of a class before its lists."""
 
-    bound: int
-    changes: int = 0
+    changes: int
     gaps: int = 0  # Rice parameter, or _NOT_RICE
     large: int = 0
     between: int = 0
@@ -120,15 +128,22 @@ class _Class:
 
     @classmethod
     def read(cls, reader: PlaneReader) -> _Class:
-        bound, changes = reader.varint() * _BOUND_UNIT, reader.varint()
+        changes = reader.varint()
         if not changes:
-            return cls(bound)
+            return cls(0)
         gaps, large, between, sizes = (reader.varint() for _ in range(4))
         if gaps > _NOT_RICE or between > MAX_PARAMETER or sizes > _NOT_RICE or large > changes:
             raise CorruptDataError(
                 f"delta has a class with parameters {gaps}, {between}, {sizes} and {large} large steps"
             )
-        return cls(bound, changes, gaps, large, between, sizes)
+        return cls(changes, gaps, large, between, sizes)
+
+    def check(self, num_elements: int) -> None:
+        """``CorruptDataError`` for parameters with which no writer reaches numbers this small."""
+        if self.gaps != _NOT_RICE and self.changes << self.gaps > 4 * num_elements:
+            raise CorruptDataError(f"delta has {self.changes} gaps of parameter {self.gaps} in {num_elements} elements")
+        if self.large << self.between > 4 * self.changes:
+            raise CorruptDataError(f"delta has {self.large} gaps of parameter {self.between} in {self.changes} changes")
 
     @property
     def lists(self) -> list[tuple[int, int]]:
@@ -140,28 +155,33 @@ class _Class:
 class ContextDecoder:
     """Gives back what ``ContextEncoder`` collected, chunk by chunk in the same order."""
 
-    def __init__(self, reader: PlaneReader, like: Bits, num_elements: int) -> None:
+    def __init__(self, reader: PlaneReader, dtype: str, num_elements: int) -> None:
         """``CorruptDataError`` when the planes make no sense. ``num_elements`` of the whole tensor bounds everything."""
         [count] = reader.unpack(_HEAD)
         if not 0 < count <= MAX_CLASSES:
             raise CorruptDataError(f"delta has {count} classes; 1 to {MAX_CLASSES} are read")
+        self._dtype = dtype
+        self._bounds = list(reader.take(count - 1))
+        if sorted(set(self._bounds)) != self._bounds:
+            raise CorruptDataError(f"delta has classes of exponents up to {self._bounds}")
         classes = [_Class.read(reader) for _ in range(count)]
-        self._bounds = [kind.bound for kind in classes]
-        if sorted(set(self._bounds)) != self._bounds or self._bounds[-1] != np.iinfo(like.dtype).max // 2 + 1:
-            raise CorruptDataError(f"delta has classes of magnitudes up to {self._bounds}")
         changes = sum(kind.changes for kind in classes)
-        if changes > num_elements:
-            raise CorruptDataError(f"delta has {changes} changes in a tensor of {num_elements} elements")
+        if changes > num_elements * MAX_SHARE:
+            raise CorruptDataError(f"delta has {changes} changes in classes of {num_elements} elements")
+        for kind in classes:
+            kind.check(num_elements)
+        bits_dtype = element_type(dtype).bits_dtype
         num_bytes = -(-changes // 8)
-        directions = np.unpackbits(
-            reader.plane(at_least=num_bytes, at_most=num_bytes), count=changes, bitorder="little"
-        ).astype(like.dtype)
+        plane = reader.plane(at_least=num_bytes, at_most=num_bytes)
+        directions = np.unpackbits(plane, count=changes, bitorder="little").astype(bits_dtype)
         lists = [shape for kind in classes for shape in kind.lists]
         rice = RiceReader(
             reader,
             count=sum(length for length, _ in lists),
             num_low_bits=sum(length * parameter for length, parameter in lists),
-            max_zeros=num_elements + changes * (1 + _MAX_SIZE_BITS),
+            # Gaps of all classes skip members, those between large steps skip changes; and sizes are columns unless
+            # Rice codes are smaller.
+            max_zeros=num_elements + changes + sum(_most_bits(kind.large, bits_dtype.itemsize) for kind in classes),
         )
         self._ranks: list[Ranks] = []
         self._steps: list[Bits] = []
@@ -175,7 +195,7 @@ class ContextDecoder:
 
     def take(self, old: Bits, num_changes: int) -> tuple[Ranks, Bits]:
         """Ascending positions in the next chunk, and their steps."""
-        index = ClassIndex(old, self._bounds)
+        index = ClassIndex(exponents_of(old, self._dtype), self._bounds)
         positions: list[Ranks] = []
         steps: list[Bits] = []
         for number, ranks in enumerate(self._ranks):
@@ -201,17 +221,18 @@ class ContextDecoder:
 def _ranks(kind: _Class, rice: RiceReader, reader: PlaneReader, num_elements: int) -> Ranks:
     if kind.gaps == _NOT_RICE:
         return unpack_positions(reader, kind.changes, num_elements)
-    return _places(rice.take(kind.changes, kind.gaps), num_elements)
+    return _places(rice.take(kind.changes, kind.gaps, below=num_elements), num_elements)
 
 
 def _steps(kind: _Class, directions: Bits, rice: RiceReader, reader: PlaneReader) -> Bits:
     """Zigzagged steps of a class; ``directions`` is changed into them."""
-    large = _places(rice.take(kind.large, kind.between), kind.changes)
+    large = _places(rice.take(kind.large, kind.between, below=kind.changes), kind.changes)
     one = directions.dtype.type(1)
     if kind.sizes == _NOT_RICE:
         sizes = unpack_columns(reader, kind.large, directions.dtype)
     else:
-        sizes = rice.take(kind.large, kind.sizes).astype(directions.dtype)
+        highest = int(np.iinfo(directions.dtype).max)
+        sizes = rice.take(kind.large, kind.sizes, below=highest).astype(directions.dtype)
     directions[large] += (sizes + one) << one
     directions += one
     return directions
@@ -219,7 +240,7 @@ def _steps(kind: _Class, directions: Bits, rice: RiceReader, reader: PlaneReader
 
 def _places(gaps: Ranks, end: int) -> Ranks:
     places: Ranks = np.cumsum(gaps + 1) - 1
-    if len(places) and (places[-1] >= end or int(gaps.max()) >= end):
+    if len(places) and places[-1] >= end:
         raise CorruptDataError(f"delta names place {places[-1]} of {end}")
     return places
 

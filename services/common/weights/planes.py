@@ -18,6 +18,7 @@ import zstandard
 from services.common.errors import CorruptDataError
 
 _HEADER = struct.Struct("<BI")
+PLANE_HEADER_BYTES = _HEADER.size
 _ZERO, _RAW, _ZSTD = 0, 1, 2
 
 # Planes are drawn independently, so there are no repetitions to find: only the entropy coder is wanted. zstd's own level 1

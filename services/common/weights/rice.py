@@ -20,7 +20,7 @@ from services.common.weights.planes import PlaneReader, pack_plane
 
 MAX_PARAMETER = 31
 
-Numbers = npt.NDArray[np.integer[Any]]  # not negative, below 2**32
+Numbers = npt.NDArray[Any]  # integers, not negative, below 2**32
 Flags = npt.NDArray[np.uint8]  # 0 or 1
 
 
@@ -28,7 +28,7 @@ def choose_parameter(numbers: Numbers) -> tuple[int, int]:
     """The parameter that takes the fewest bits, and how many those are."""
     if not len(numbers):
         return 0, 0
-    # The best parameter lies beside the binary logarithm of the mean.
+    # The best parameter lies beside the binary logarithm of the mean, and 2**parameter is at most twice the mean + 1.
     near = max(0, int(np.log2(float(numbers.mean()) + 1)) - 1)
     candidates = range(max(0, near - 1), min(MAX_PARAMETER, near + 2) + 1)
     bits = {k: int((numbers >> k).sum(dtype=np.int64)) + len(numbers) * (k + 1) for k in candidates}
@@ -44,7 +44,7 @@ class RiceWriter:
         self._low_bits: list[Flags] = []
 
     def add(self, numbers: Numbers, parameter: int) -> None:
-        self._quotients.append((numbers >> parameter).astype(np.int64))
+        self._quotients.append(np.right_shift(numbers, parameter).astype(np.int64))
         narrow = numbers.astype(np.uint8 if parameter <= 8 else np.uint32)
         self._low_bits += [((narrow >> place) & 1).astype(np.uint8) for place in range(parameter)]
 
@@ -76,11 +76,20 @@ class RiceReader:
         self._number = 0
         self._bit = 0
 
-    def take(self, count: int, parameter: int) -> npt.NDArray[np.int64]:
-        """The next list."""
-        numbers: npt.NDArray[np.int64] = self._quotients[self._number : self._number + count] << parameter
+    def take(self, count: int, parameter: int, *, below: int) -> npt.NDArray[np.int64]:
+        """The next list, whose numbers must be less than ``below``.
+
+        Raises:
+            CorruptDataError: they are not.
+        """
+        quotients = self._quotients[self._number : self._number + count]
+        if count and int(quotients.max()) > below >> parameter:  # before the shift, which might overflow
+            raise CorruptDataError(f"delta holds a number of {below} or more in a list of smaller ones")
+        numbers: npt.NDArray[np.int64] = quotients << parameter
         self._number += count
         for place in range(parameter):
             numbers |= self._low_bits[self._bit : self._bit + count].astype(np.int64) << place
             self._bit += count
+        if count and int(numbers.max()) >= below:
+            raise CorruptDataError(f"delta holds a number of {below} or more in a list of smaller ones")
         return numbers

@@ -47,7 +47,7 @@ def unpack_positions(reader: PlaneReader, count: int, num_elements: int) -> Posi
         positions = np.cumsum(coded, dtype=np.intp)
     else:
         ends = np.flatnonzero(coded != _ESCAPE)
-        if len(ends) != count or ends[-1] != len(coded) - 1:
+        if not count or len(ends) != count or ends[-1] != len(coded) - 1:
             raise CorruptDataError(f"delta holds {len(ends)} positions where {count} were announced")
         positions = np.cumsum(coded, dtype=np.intp)[ends]
     positions += np.arange(count)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.types import WeightVersion
+from services.common.errors import InvalidRequestError
+from services.common.pb import pool_pb2
+from services.common.serde import fetch_plan_from_proto, fetch_plan_to_proto
+from services.common.types import FetchPlan, WeightVersion
 from services.orchestrator.fanout import MAX_HOLDERS, FanOut, Receiver
 
 BASE = (3, "d3")
@@ -62,6 +66,20 @@ def test_the_publisher_sends_one_copy_to_each_group_that_shares_a_base(members: 
     shared = {m.base for m in members if sum(o.base == m.base for o in members) > 1}
     reachable = {m.base for m in members if m.address}
     assert abs(copies - len(shared & reachable)) < 1e-9
+
+
+@given(
+    plan=st.builds(
+        FetchPlan, relays=st.lists(st.text(min_size=1), min_size=1).map(tuple), own_stripe=st.none() | st.just(0)
+    )
+)
+def test_a_plan_crosses_the_wire_unchanged(plan: FetchPlan) -> None:
+    assert fetch_plan_from_proto(fetch_plan_to_proto(plan)) == plan
+
+
+def test_a_plan_that_names_a_stripe_it_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="names stripe 2"):
+        fetch_plan_from_proto(pool_pb2.FetchPlan(relays=["a:1", "b:1"], own_stripe=2))
 
 
 def test_a_replica_alone_has_no_plan() -> None:

@@ -92,11 +92,24 @@ class World:
     # --- peers ---
 
     def join(
-        self, name: str = "a", number: int = 0, slots: int = 64, incarnation: str = "1", running: Any = ()
+        self,
+        name: str = "a",
+        number: int = 0,
+        slots: int = 64,
+        incarnation: str = "1",
+        running: Any = (),
+        weights_address: str = "",
     ) -> Replica:
         held = {"model0": Held(number, f"d{number}")}
         return self.ring.join_replica(
-            Hello(replica_id=name, incarnation=incarnation, num_slots=slots, held=held, running=tuple(running))
+            Hello(
+                replica_id=name,
+                incarnation=incarnation,
+                num_slots=slots,
+                held=held,
+                running=tuple(running),
+                weights_address=weights_address,
+            )
         )
 
     async def orders(self, replica: Replica) -> list[TaskGroupOrder]:
@@ -407,6 +420,29 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     assert "only for replicas that hold newer versions" in world.ring.dispatcher.waits_for
     world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 2
+
+
+async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch_from_those_that_hold_it(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    await world.publish(0)
+    first, second = (world.join(name, weights_address=f"{name}:1") for name in "ab")
+    hidden = world.join("c")
+    for replica in (first, second, hidden):
+        await world.commands(replica)
+    await world.publish(1)
+    told = [[c for c in await world.commands(r) if isinstance(c, AnnounceVersion)] for r in (first, second, hidden)]
+    assert [len(announced) for announced in told] == [1, 1, 1]
+    plans = [announced[0].plan for announced in told]
+    assert all(plan is not None and plan.relays == ("a:1", "b:1") for plan in plans)
+    assert [plan.own_stripe for plan in plans if plan is not None] == [0, 1, None]
+    assert all(announced[0].version.sources == ("x:1",) for announced in told)
+
+    world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    late = world.join("d", weights_address="d:1")
+    [announced] = [c for c in await world.commands(late) if isinstance(c, AnnounceVersion)]
+    assert announced.plan is None and announced.version.sources == ("a:1", "x:1")
 
 
 async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:

@@ -112,13 +112,13 @@ class Jail:
     def fork_into(self, namespace_fd: int) -> int:
         """``os.fork`` whose child lives in the namespace; we stay where we are."""
         _check(_libc.setns(namespace_fd, _NEW_PID), "setns pid")
+        pid = -1
         try:
             pid = os.fork()
+            return pid
         finally:
-            # also in the child, where it only says where grandchildren of its own would go: back to its namespace
-            if os.getpid() != 1:
-                _libc.setns(self._own_pid_namespace, _NEW_PID)
-        return pid
+            if pid != 0:
+                _check(_libc.setns(self._own_pid_namespace, _NEW_PID), "setns pid")
 
     def enter_own_mounts(self, uid: int, disk_bytes: int, num_files: int) -> None:
         """In the child, while it may: a work dir of its own, and the /proc of its room."""
