@@ -23,6 +23,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -158,7 +159,7 @@ def _mask_entropy(members: int, hits: int) -> float:
     if not 0 < hits < members:
         return 0.0
     share = hits / members
-    return -members * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    return float(-members * (share * np.log2(share) + (1 - share) * np.log2(1 - share)))
 
 
 def _entropy(values: Bits) -> float:
@@ -207,10 +208,10 @@ def speeds(old: Version, new: Version, repetitions: int) -> Iterator[tuple[str, 
         times["memcpy"].append(timed(copy))
         for profile in Profile:
             encoding = times.setdefault(f"{profile}_encode", [])
-            encoding.append(timed(lambda profile=profile: ours(old, new, profile)))
+            encoding.append(timed(partial(ours, old, new, profile)))
             copy()
             decoding = times.setdefault(f"{profile}_decode", [])
-            decoding.append(timed(lambda profile=profile: apply(target, coded[profile])))
+            decoding.append(timed(partial(apply, target, coded[profile])))
     memcpy = statistics.median(times["memcpy"])
     for name, measured in times.items():
         seconds, spread = median_and_spread(measured)

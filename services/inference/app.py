@@ -64,9 +64,10 @@ async def run_replica(
         port_setting=f"inference.{name}.port",
     )
     relays: dict[str, PayloadSource] = {}  # by policy; they appear as models are loaded
-    limits = [section.weights.send_bytes_per_s for section in settings.recipe.policies.values()]
-    strictest = min((limit for limit in limits if limit), default=0.0)
-    await add_weight_service(server, relays, send_bytes_per_s=strictest)
+    sections = [section.weights for section in settings.recipe.policies.values()]
+    strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
+    bulk_wanted = any("bulk" in section.transports for section in sections)
+    await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
     await server.start()
     emissions, waits = EmissionLog(), WaitShares(config.num_slots)
     gateway = GatewayClient(waits)

@@ -57,7 +57,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
         run_id=arguments.run_id,
         port_setting=f"policies.{arguments.policy}.weights.port",
     )
-    servicer = await add_weight_service(server, {arguments.policy: store}, send_bytes_per_s=config.send_bytes_per_s)
+    servicer = await add_weight_service(
+        server,
+        {arguments.policy: store},
+        send_bytes_per_s=config.send_bytes_per_s,
+        bulk_wanted="bulk" in config.transports,
+    )
     server.set_gauges(lambda: {**store.gauges(), "bytes_sent": float(servicer.budget.num_bytes_sent)})
     await server.start()
     _answer({"address": server.address})

@@ -18,12 +18,14 @@ log = structlog.get_logger()
 
 
 async def add_weight_service(
-    server: Server, sources: Mapping[str, PayloadSource], *, send_bytes_per_s: float = 0.0
+    server: Server, sources: Mapping[str, PayloadSource], *, send_bytes_per_s: float = 0.0, bulk_wanted: bool = True
 ) -> WeightServicer:
     """Serve these sources, by policy, within one send budget. Call it before ``server.start``; it stops with the server."""
     budget = SendBudget(send_bytes_per_s)
     bulk = None
-    if is_loopback(server.host):
+    if not bulk_wanted:
+        pass  # the recipe's transports leave it out: no socket is opened
+    elif is_loopback(server.host):
         bulk = BulkServer(budget, host="127.0.0.1" if server.host == "localhost" else server.host)
         await bulk.start()
         server.on_stop(bulk.stop)

@@ -8,7 +8,8 @@ and takes the cheapest of
 
 - sparse: gaps between changed positions, and the steps there (``sparse``);
 - context: the same, counted and coded within classes of the old value's magnitude (``context``); the body is empty,
-  because these changes are coded once for the whole tensor, before the records. Only in the small profile;
+  because these changes are coded once for the whole tensor, before the records. Only in the small profile, and only
+  where it takes fewer bytes than the sparse form of the same chunks;
 - dense: the step of every element, in byte planes;
 - raw: the new elements.
 
@@ -143,7 +144,7 @@ class TensorEncoder:
         self._is_float = element_type(dtype).is_float
         self._records: list[bytes] = []
         self._context: ContextEncoder | None = None
-        self._num_in_context = 0
+        self._in_context: list[int] = []  # places in the records of chunks that the context form covers
         if profile is Profile.SMALL and has_classes(dtype):
             self._context = ContextEncoder(dtype, max(1.0, num_elements / CHUNK_ELEMENTS))
 
@@ -174,20 +175,23 @@ class TensorEncoder:
         """Everything; empty when nothing changed."""
         if not self._records:
             return b""
-        if self._context is None or not self._num_in_context:
-            return b"".join([bytes([_RECORDS]), *self._records])
-        return b"".join([bytes([_WITH_CONTEXT]), self._context.finish(), *self._records])
+        if self._context is not None and self._in_context:
+            coded = self._context.finish()
+            if len(coded) < sum(len(self._records[place]) - _RECORD.size for place in self._in_context):
+                for place in self._in_context:
+                    index, _, num_changes = _RECORD.unpack_from(self._records[place])
+                    self._records[place] = _RECORD.pack(index, Method.CONTEXT, num_changes)
+                return b"".join([bytes([_WITH_CONTEXT]), coded, *self._records])
+        return b"".join([bytes([_RECORDS]), *self._records])
 
     def _add_sparse(self, start: int, old: Bits, positions: npt.NDArray[np.intp], steps: Bits) -> None:
         if self._context is not None and len(positions) >= max(_CONTEXT_FROM, _CONTEXT_FROM_SHARE * len(old)):
             self._context.add(old, positions, steps)
-            self._num_in_context += 1
-            self._record(start, Method.CONTEXT, len(positions), [])
-        else:
-            self._record(start, Method.SPARSE, len(positions), [pack_positions(positions), pack_steps(steps)])
+            self._in_context.append(len(self._records))
+        self._record(start, Method.SPARSE, len(positions), [pack_positions(positions), pack_steps(steps)])
 
     def _record(self, start: int, method: Method, num_changes: int, body: list[bytes]) -> None:
-        self._records += [_RECORD.pack(start // CHUNK_ELEMENTS, method, num_changes), *body]
+        self._records.append(b"".join([_RECORD.pack(start // CHUNK_ELEMENTS, method, num_changes), *body]))
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class RiceWriter:
 
     def add(self, numbers: Numbers, parameter: int) -> None:
         self._quotients.append(np.right_shift(numbers, parameter).astype(np.int64))
-        narrow = numbers.astype(np.uint8 if parameter <= 8 else np.uint32)
+        narrow: Numbers = numbers.astype(np.uint8 if parameter <= 8 else np.uint32)
         self._low_bits += [((narrow >> place) & 1).astype(np.uint8) for place in range(parameter)]
 
     def finish(self) -> bytes:

@@ -195,12 +195,13 @@ class Zygote:
             _signal.signal(signal.SIGCHLD, 0)  # the default; without the detour through enums
             os.setsid()
             os.umask(0o077)
-            source = _read_all(fds[SOURCE_FD])
+            source = _read_all(fds[SOURCE_FD]) if run.mode != messages.BINARY else b""
             for target, fd in enumerate(fds[messages.STDIN_FD : messages.STDERR_FD + 1]):
                 os.dup2(fd, target)
             try:
                 self._confinement.apply(run, self._pid, compiling=run.mode == messages.COMPILE)
-                for target, fd in ((_NOTE, NOTE_FD), (_ASK, ASK_FD), (_ANSWER, ANSWER_FD)):
+                ask = ASK_FD if run.mode != messages.BINARY else SOURCE_FD
+                for target, fd in ((_NOTE, NOTE_FD), (_ASK, ask), (_ANSWER, ANSWER_FD)):
                     os.dup2(fds[fd], target, inheritable=False)
             except (OSError, ValueError) as error:
                 os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
@@ -216,8 +217,10 @@ class Zygote:
             os._exit(exit_code)
 
     def _run(self, mode: bytes, source: bytes) -> int:
-        if mode in (messages.COMPILE, messages.BINARY):
-            return native.compile_program(source, _ANSWER) if mode == messages.COMPILE else native.become(source)
+        if mode == messages.COMPILE:
+            return native.compile_program(source, _ANSWER)
+        if mode == messages.BINARY:
+            return native.become(_ASK)
         program.remember_source(source)
         if mode in (messages.PROGRAM, messages.ECHO):
             os.closerange(_ASK, _ANSWER + 1)

@@ -1,0 +1,204 @@
+"""The mirror is one version or the other, whatever happens while it is written, and whoever reads along."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.common.errors import CorruptDataError, VersionUnavailableError
+from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
+from services.common.weights.digest import DigestAlgorithm, tensor_digest
+from services.common.weights.dtypes import Bits
+from services.common.weights.manifest import (
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    Profile,
+    TensorSpec,
+    lay_out,
+    with_digest,
+)
+from services.inference.weights.fetch_range import receive_buffer
+from services.inference.weights.mirror import Mirror
+
+Version = dict[str, Bits]
+
+SIZES = {"a": CHUNK_ELEMENTS + 100, "b": 64, "c": 1}
+
+
+def make_version(seed: int) -> Version:
+    rng = np.random.default_rng(seed)
+    return {name: rng.integers(0, 1 << 16, size, dtype=np.uint16) for name, size in SIZES.items()}
+
+
+def changed(version: Version, seed: int) -> Version:
+    """Tensor ``b`` stays; one in a hundred of the others moves by one."""
+    rng = np.random.default_rng(seed)
+    new = {name: bits.copy() for name, bits in version.items()}
+    for name in ("a", "c"):
+        new[name][rng.random(len(new[name])) < 0.01] += 1
+    new["c"] += 1
+    return new
+
+
+def manifest_of(version: Version, number: int, algorithm: DigestAlgorithm = "xxh3-128") -> Manifest:
+    specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in version.items()]
+    entries = [with_digest(entry, tensor_digest(version[entry.name], algorithm)) for entry in lay_out(specs)]
+    return Manifest.of(run_id="r", policy="p", version=number, tensors=entries)
+
+
+def full(version: Version, number: int, algorithm: DigestAlgorithm = "xxh3-128") -> tuple[Payload, memoryview]:
+    manifest = manifest_of(version, number, algorithm)
+    data = receive_buffer(manifest.size_bytes)
+    for entry in manifest.tensors:
+        data[entry.offset : entry.offset + entry.length] = version[entry.name].tobytes()
+    return Payload(payload_id="f", encoding=Encoding.FULL, size_bytes=len(data), target=manifest), data
+
+
+def delta(
+    old: Version, new: Version, number: int, profile: Profile = Profile.FAST, algorithm: DigestAlgorithm = "xxh3-128"
+) -> tuple[Payload, memoryview]:
+    base, target = manifest_of(old, number - 1, algorithm), manifest_of(new, number, algorithm)
+    parts, entries, offset = [], [], 0
+    for entry in target.tensors:
+        part = encode_tensor(old[entry.name], new[entry.name], entry.dtype, profile)
+        entries.append(replace(entry, offset=offset, length=len(part)))
+        parts.append(part)
+        offset += len(part)
+    payload = Payload(
+        payload_id="d",
+        encoding=Encoding.DELTA,
+        size_bytes=offset,
+        target=replace(target, tensors=tuple(entries)),
+        base=BaseVersion(number=base.version, digest=base.digest),
+        profile=profile,
+    )
+    return payload, memoryview(b"".join(parts))
+
+
+def take(mirror: Mirror, payload: Payload, data: memoryview, *, borrowed: bool = False) -> None:
+    mirror.write(mirror.verify(payload, data, borrowed=borrowed))
+
+
+def held(mirror: Mirror) -> Version:
+    return {name: np.array(bits) for name, bits in mirror.host_arrays().items()}
+
+
+def equal(left: Version, right: Version) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3-128", "blake3"])
+@pytest.mark.parametrize("profile", list(Profile))
+def test_a_snapshot_and_deltas_after_it_give_each_version_bit_for_bit(
+    profile: Profile, algorithm: DigestAlgorithm
+) -> None:
+    mirror, version = Mirror("p"), make_version(0)
+    take(mirror, *full(version, 0, algorithm))
+    for number in range(1, 4):
+        new = changed(version, number)
+        take(mirror, *delta(version, new, number, profile, algorithm))
+        assert equal(held(mirror), new)
+        assert mirror.base == BaseVersion(number=number, digest=manifest_of(new, number, algorithm).digest)
+        version = new
+
+
+def test_a_received_snapshot_becomes_the_mirror_without_a_copy() -> None:
+    mirror = Mirror("p")
+    payload, data = full(make_version(0), 0)
+    take(mirror, payload, data)
+    received = np.frombuffer(data, dtype=np.uint8)
+    assert all(np.shares_memory(bits, received) for bits in mirror.host_arrays().values())
+
+
+def test_memory_that_others_share_is_never_written() -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    payload, data = full(first, 0)
+    before = bytes(data)
+    take(mirror, payload, data, borrowed=True)
+    second = changed(first, 1)
+    take(mirror, *delta(first, second, 1))
+    assert equal(held(mirror), second) and bytes(data) == before
+
+
+def test_a_lease_keeps_its_version_while_the_next_is_written() -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0))
+    second = changed(first, 1)
+    with mirror.lease() as leased:
+        take(mirror, *delta(first, second, 1))
+        assert equal(dict(leased.bits), first) and leased.manifest.version == 0
+    assert equal(held(mirror), second)
+    third = changed(second, 2)
+    before = mirror.host_arrays()["a"]
+    take(mirror, *delta(second, third, 2))
+    assert np.shares_memory(before, mirror.host_arrays()["a"]), "nobody reads: written in place"
+
+
+@pytest.mark.parametrize("damage", ["values", "digest", "base", "unchanged", "missing", "short"])
+def test_whatever_is_wrong_with_a_delta_the_mirror_stays_as_it_is(damage: str) -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0))
+    second = changed(first, 1)
+    payload, data = delta(first, second, 1)
+    entries = {entry.name: entry for entry in payload.target.tensors}
+    if damage == "values":
+        data = delta(first, changed(first, 9), 1)[1]
+    elif damage == "digest":
+        entries["a"] = with_digest(entries["a"], tensor_digest(first["a"]))
+    elif damage == "base":
+        payload = replace(payload, base=BaseVersion(number=7, digest="xxh3-128:" + "0" * 32))
+    elif damage == "unchanged":
+        entries["b"] = with_digest(entries["b"], tensor_digest(second["a"]))
+    elif damage == "missing":
+        entries["z"] = replace(entries.pop("b"), name="z")
+    elif damage == "short":
+        data = data[:-3]
+    payload = replace(payload, target=replace(payload.target, tensors=tuple(entries.values())))
+    with pytest.raises(CorruptDataError):
+        mirror.verify(payload, data)
+    assert equal(held(mirror), first) and mirror.base is not None and mirror.base.number == 0
+
+
+def test_a_write_that_is_interrupted_leaves_it_dirty_and_only_a_snapshot_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0))
+    second = changed(first, 1)
+    payload, data = delta(first, second, 1)
+    verified = mirror.verify(payload, data)
+
+    def killed(self: ChunkChange, target: Bits) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ChunkChange, "write_to", killed)
+        with pytest.raises(KeyboardInterrupt):
+            mirror.write(verified)
+    assert mirror.dirty and mirror.base is None
+    with pytest.raises(CorruptDataError, match="cannot be applied"):
+        mirror.verify(payload, data)
+    with pytest.raises(VersionUnavailableError), mirror.lease():
+        pass
+    take(mirror, *full(second, 1))
+    assert not mirror.dirty and equal(held(mirror), second)
+
+
+def test_an_empty_mirror_takes_no_delta_and_leases_nothing() -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    with pytest.raises(CorruptDataError):
+        mirror.verify(*delta(first, changed(first, 1), 1))
+    with pytest.raises(VersionUnavailableError), mirror.lease():
+        pass
+
+
+def test_a_tensor_that_the_new_version_lacks_is_dropped() -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0))
+    smaller = {name: bits for name, bits in first.items() if name != "b"}
+    take(mirror, *full(smaller, 1))
+    assert equal(held(mirror), smaller)
