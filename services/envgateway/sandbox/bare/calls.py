@@ -55,9 +55,9 @@ def find(module: types.ModuleType, entry_point: str) -> Any:
     """``f``, ``Class.f`` or ``Class().f``, whose object is made anew. Raises ``NameError`` or ``AttributeError``."""
     owner, _, name = entry_point.rpartition(".")
     if not owner:
-        if entry_point not in module.__dict__ and not hasattr(module.__dict__["__builtins__"], entry_point):
+        if entry_point not in module.__dict__:
             raise NameError(f"name {entry_point!r} is not defined")
-        return module.__dict__.get(entry_point) or getattr(module.__dict__["__builtins__"], entry_point)
+        return module.__dict__[entry_point]
     holder = find(module, owner.removesuffix("()"))
     return getattr(holder() if owner.endswith("()") else holder, name)
 
@@ -130,5 +130,5 @@ def _answer(module: types.ModuleType, objects: _Objects, call: dict[str, Any]) -
         return f'{{"value":{plain.encode(target, objects.number)}}}'
     except Exception as error:  # noqa: BLE001 - tests may expect it
         program.report(error, -1)
-        names = ["tuple", [base.__name__ for base in type(error).__mro__]][1]
+        names = [base.__name__ for base in type(error).__mro__]
         return f'{{"error":{plain.encode(names)},"message":{plain.encode(str(error)[:1000])}}}'

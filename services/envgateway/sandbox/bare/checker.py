@@ -5,7 +5,7 @@ a different process, as a different user, and is never given a test or an expect
 therefore true: nothing of the program ever runs beside it. Each statement of the tests that can fail is a case; a
 nonce at the end proves that the last one was reached.
 
-Frames out: {"call": ...} (a reply is read), {"case": i, "outcome": "pass" | "fail" | "error", "detail"}, {"done": nonce}.
+Frames out: {"call": ...} (a reply is read), {"case": i, "outcome": "pass" | "fail" | "error" | "died", "detail"}, {"done": nonce}.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import builtins
 import json
-import sys
 import traceback
 from typing import Any
 
@@ -81,10 +80,6 @@ class Remote:
         return self._link.call({**self._target, "attribute": name})
 
 
-class _Method(Remote):
-    pass
-
-
 def _outgoing(value: Any) -> Any:
     """The tree of an argument; objects of the program go back as their numbers."""
 
@@ -123,11 +118,10 @@ def _check(request: dict[str, Any], link: _Link) -> None:
     index = 0
     for statement in statements:
         code = compile(ast.Module([statement], []), _TESTS, "exec", dont_inherit=True)
-        if not _can_fail(statement):
-            exec(code, namespace)
-            continue
-        link.tell({"case": index, **_outcome(code, namespace)})
-        index += 1
+        outcome = _outcome(code, namespace)
+        if _can_fail(statement) or outcome["outcome"] != "pass":  # also a preparation that failed is told
+            link.tell({"case": index, **outcome})
+            index += 1
     link.tell({"done": request["nonce"], "cases": index})
 
 
@@ -182,5 +176,3 @@ def _is_call_of_check(node: ast.stmt) -> bool:
         and len(node.value.args) == 1
     )
 
-
-_ = sys

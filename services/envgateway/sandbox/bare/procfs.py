@@ -122,6 +122,14 @@ def written_bytes(pid: int) -> int:
     return 0
 
 
+def is_live_child(pid: int) -> bool:
+    """Whether a child of ours has not ended; it may be reaped later all the same."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
 def num_threads(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
