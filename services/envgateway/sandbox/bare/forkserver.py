@@ -131,7 +131,10 @@ class ForkServers:
     def close(self) -> None:
         for zygote in list(self._by_fd.values()):
             self._forget(zygote)
-            os.waitpid(zygote.pid, 0)
+            try:
+                os.waitpid(zygote.pid, 0)
+            except ChildProcessError:  # already reaped with the strays
+                pass
 
     def _retire_when_idle(self, zygote: Zygote) -> None:
         if self._current.get(zygote.profile) is not zygote and not zygote.runs and not self._is_forgotten(zygote):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import messages, procfs
+from .forkserver import Zygote
 from .quota import DiskQuota
 from .slots import Slot
 
@@ -88,7 +89,7 @@ class Run:
         self.stdout = Output(fds[0], limits.output_bytes)
         self.stderr = Output(fds[1], limits.output_bytes)
         self.answer = Output(fds[3], limits.answer_bytes)
-        self.interactive = False
+        self.zygote: Zygote  # set by the supervisor before anything is asked of the run
         self._note_fd = fds[2]
         self._note = b""
         self.pid: int | None = None
@@ -101,6 +102,7 @@ class Run:
         self.wait_status = 0
         self.cpu_s = 0.0
         self.strays_cpu_s = 0.0
+        self.adopted_before_s = 0.0  # what the slot's room had waited for before this run
         self.peak_memory_bytes = 0
         self._seen_ticks: dict[int, int] = {}
         self._quota = (
