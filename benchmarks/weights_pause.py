@@ -3,7 +3,7 @@
 A publisher process on a core of its own publishes a version with about 1% of the weights changed, every second. The torch
 engine generates all the while; its thread has a core of its own, fetching, verifying and the event loop have another.
 
-- pause: the longest gap between two decoding steps around a swap (kept KV cache), against one decoding step plus a
+- pause: the gap between the ends of the two decoding steps around a swap (kept KV cache), against one decoding step plus a
   scatter of the same changes into the same tensors, measured in the same run.
 - kept_share: tokens/s with a publish every second over tokens/s without, windows taken in turns.
 - recompute_ratio: what a swap costs when the KV cache of live requests is recomputed, over prefilling those tokens.
@@ -118,8 +118,10 @@ class Steps:
     def rate(self, begin: float, end: float) -> float:
         return sum(n for t, n in zip(self.times, self.tokens, strict=False) if begin <= t < end) / (end - begin)
 
-    def gaps(self, begin: float, end: float) -> np.ndarray:
-        return np.diff([t for t in self.times if begin <= t < end])
+    def gap_around(self, begin: float, end: float) -> float:
+        """From the end of the last step before a swap to the end of the first one after it."""
+        before = max(t for t in self.times if t <= begin)
+        return min(t for t in self.times if t > end) - before
 
 
 class Replica:
@@ -141,6 +143,20 @@ class Replica:
         self._rng = np.random.default_rng(seed)
         self._ending = False
         self.thrown_away = 0
+        self.swaps: list[tuple[float, float]] = []  # begin and end in the engine's thread
+        self._time_swaps()
+
+    def _time_swaps(self) -> None:
+        core = self.engine._core
+        update = core.update
+
+        def timed(prepared: Any) -> float:
+            began = time.perf_counter()
+            seconds = update(prepared)
+            self.swaps.append((began, time.perf_counter()))
+            return seconds
+
+        core.update = timed  # type: ignore[method-assign]
 
     @asynccontextmanager
     async def generating(self, engine_core: int) -> AsyncIterator[None]:
@@ -209,7 +225,7 @@ def build_model(seed: int) -> Any:
 
 
 async def window(replica: Replica, seconds: float, each_second: Callable[[], Any] | None) -> tuple[float, list[float]]:
-    """Tokens per second, and the longest gap between steps around each publish."""
+    """Tokens per second, and the gap between two steps around each swap."""
     begin = time.perf_counter()
     pauses = []
     if each_second is None:
@@ -217,9 +233,8 @@ async def window(replica: Replica, seconds: float, each_second: Callable[[], Any
     else:
         for second in range(int(seconds / PUBLISH_EVERY_S)):
             await asyncio.sleep(max(0.0, begin + second * PUBLISH_EVERY_S + 0.2 - time.perf_counter()))
-            asked = time.perf_counter()
             await each_second()
-            pauses.append(float(replica.steps.gaps(asked, time.perf_counter() + 1e-3).max(initial=0.0)))
+            pauses.append(replica.steps.gap_around(*replica.swaps[-1]))
         await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
     return replica.steps.rate(begin, time.perf_counter()), pauses
 

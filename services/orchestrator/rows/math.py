@@ -22,12 +22,12 @@ _KEPT = ("level", "subject", "difficulty", "url")
 
 
 def math_row(row: Row, where: str) -> dict[str, Any] | None:
-    """The row in one form; None when its data set gives it no answer (null). ``DatasetError`` names ``where``.
+    """The row in one form; None when its data set gives it no answer (null or empty). ``DatasetError`` names ``where``.
 
     >>> math_row({"question": "2+2?", "answer": 4.0}, "row 1")
     {'problem': '2+2?', 'answer': '4'}
     """
-    if "answer" in row and row["answer"] is None:
+    if "answer" in row and (row["answer"] is None or row["answer"] == ""):
         return None
     normal: dict[str, Any] = {"problem": _problem(row, where), "answer": _answer(row, where)}
     return normal | {name: row[name] for name in _KEPT if name in row}

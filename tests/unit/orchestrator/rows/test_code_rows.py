@@ -1,0 +1,118 @@
+"""Programming rows of every layout in the wild become one form, or are refused with their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.common.errors import DatasetError
+from services.orchestrator.rows.code import code_row
+
+STDIN = {"kind": "stdin", "cases": [{"stdin": "1 2", "expected": "3"}]}
+CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "normal"),
+    [
+        ({"tests": [{"input": "1 2", "output": "3"}]}, STDIN),
+        ({"tests": json.dumps([{"input": "1 2", "output": "3", "type": "stdin_stdout"}])}, STDIN),
+        ({"tests": {"inputs": ["1 2"], "outputs": ["3"]}}, STDIN),
+        ({"input_output": json.dumps({"inputs": [["1 2"]], "outputs": [["3"]], "fn_name": None})}, STDIN),
+        ({"input_output": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}, CALL),
+        ({"input_output": {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}}, CALL),
+        (
+            {"tests": [{"input": "1\n2", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
+            CALL,
+        ),
+        (
+            {"tests": [{"input": "[1, 2]", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
+            CALL,
+        ),
+        (
+            {"tests": {"functional": "check(add)"}},
+            {"kind": "assert", "tests": "check(add)", "entry_point": "", "preamble": ""},
+        ),
+        (
+            {"test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], "test_setup_code": ""},
+            {
+                "kind": "assert",
+                "tests": "assert add(1, 2) == 3\nassert add(0, 0) == 0",
+                "entry_point": "",
+                "preamble": "",
+            },
+        ),
+    ],
+)
+def test_layouts_are_understood(tests: dict[str, Any], normal: dict[str, Any]) -> None:
+    assert code_row({"problem": "Add.", **tests}, "row 1") == {"problem": "Add.", "tests": normal}
+
+
+def test_humaneval_keeps_its_prompt_as_the_tests_preamble_and_its_solution_whole() -> None:
+    row = {
+        "prompt": "def f(x):\n",
+        "canonical_solution": "    return x\n",
+        "test": "def check(c): ...",
+        "entry_point": "f",
+    }
+    normal = code_row(row, "row 1")
+    assert normal["tests"] == {
+        "kind": "assert", "tests": "def check(c): ...", "entry_point": "f", "preamble": "def f(x):\n",
+    }  # fmt: skip
+    assert normal["solution"] == "def f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tests": []}, "no problem"),
+        ({"problem": "p"}, "no tests"),
+        ({"problem": "p", "tests": []}, "neither pairs"),
+        ({"problem": "p", "tests": "{"}, "not valid JSON"),
+        ({"problem": "p", "tests": [{"input": "1"}]}, "case 1: needs input and output"),
+        ({"problem": "p", "tests": {"inputs": ["1"], "outputs": []}}, "lists of one length"),
+        ({"problem": "p", "tests": [{"input": 1, "output": "1"}]}, "must be text"),
+        (
+            {"problem": "p", "tests": [{"input": "1", "output": "1", "type": "functional"}]},
+            "without metadata.func_name",
+        ),
+        ({"problem": "p", "tests": {"inputs": [7], "outputs": [7], "fn_name": "f"}}, "must be a list"),
+        (
+            {
+                "problem": "p",
+                "tests": [
+                    {"input": "[1]", "output": "1", "metadata": {"func_name": "f"}},
+                    {"input": "[1]", "output": "1", "metadata": {"func_name": "g"}},
+                ],
+            },
+            "different functions",
+        ),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_place(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=message) as refused:
+        code_row(row, "file.jsonl, row 17")
+    assert "file.jsonl, row 17" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("file", "rows", "kind", "with_solution"),
+    [
+        ("humaneval/HumanEval.jsonl", 164, "assert", True),
+        ("deepcoder_codeforces/test.jsonl", 280, "stdin", False),
+        ("code_contests/test.jsonl", 90, "stdin", False),
+        ("leetcode/train.jsonl", 300, "assert", True),
+        ("areal_rlvr_samples/rlvr_code.jsonl", 5, None, True),
+    ],
+)
+def test_every_real_row_is_read(data_root: Path, file: str, rows: int, kind: str | None, with_solution: bool) -> None:
+    lines = [orjson.loads(line) for line in (data_root / file).read_bytes().splitlines()]
+    normal = [code_row(line, f"{file}, row {number}") for number, line in enumerate(lines, start=1)]
+    assert len(normal) == rows
+    assert all(row["tests"]["kind"] == kind for row in normal) or kind is None
+    assert all(("solution" in row) == with_solution for row in normal)
+    assert all(row["tests"].get("cases", [1]) for row in normal)
