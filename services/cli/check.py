@@ -74,9 +74,14 @@ def _check_data(where: str, config: DatasetConfig | None) -> None:
                 f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name"
             )
         return  # a hub name: fetched on first use
+    from services.orchestrator.catalogue import how_to_get, known, local_file
     from services.orchestrator.datasets import open_source
 
     try:
+        if config.name is not None and local_file(config.name) is None:
+            if known(config.name).hub is None:
+                raise ConfigError(how_to_get(config.name, f"{where}.name"))
+            return  # fetched on first use
         tasks = open_source(config, config.seed)
     except MillraceError as error:
         raise ConfigError(f"{where}: {error.message}") from None

@@ -16,11 +16,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import orjson
+import structlog
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.common.importing import load_object
 from services.common.types import Task
+from services.orchestrator.catalogue import Normalise, how_to_get, known, local_file
+
+log = structlog.get_logger()
 
 MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more is taken for endless
 
@@ -41,6 +45,8 @@ def open_source(config: DatasetConfig, seed: int) -> TaskSource:
     """
     if config.generator is not None:
         return _from_generator(config, seed)
+    if config.name is not None:
+        return _from_catalogue(config, config.name)
     assert config.path is not None
     path = Path(config.path)
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
@@ -131,6 +137,46 @@ class MappedSource:
         where = f"dataset {self._name}, row {row + 1}"
         data = _parse(_as_json(self._rows[row], where), where)
         return Task(task_id=_task_id(data, self._id_field, row + 1, where), data=data)
+
+
+class NormalisedSource:
+    """Rows of another source in one form; rows that are left out are counted once, when it is opened."""
+
+    def __init__(self, source: TaskSource, normalise: Normalise, name: str) -> None:
+        self._source, self._normalise, self._name = source, normalise, name
+        self._rows = [row for row in range(len(source)) if self._normal(row) is not None]
+        self.num_left_out = len(source) - len(self._rows)
+        if not self._rows:
+            raise DatasetError(f"dataset {name} holds no row that can be used ({len(source)} looked at)")
+        log.info("dataset.opened", dataset=name, rows=len(self._rows), left_out=self.num_left_out)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Task:
+        place = self._rows[row]
+        data = self._normal(place)
+        assert data is not None, "looked at when the source was opened"
+        return Task(task_id=self._source[place].task_id, data=data)
+
+    def _normal(self, place: int) -> dict[str, Any] | None:
+        return self._normalise(self._source[place].data, f"dataset {self._name}, row {place + 1}")
+
+
+def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
+    entry = known(name)
+    path = local_file(name)
+    if path is not None:
+        source: TaskSource = JsonlSource(path, config.id_field, config.limit)
+    elif entry.hub is None:
+        raise DatasetError(how_to_get(name))
+    else:
+        hub = config.model_copy(update={"path": entry.hub, "subset": entry.subset, "split": entry.split})
+        try:
+            source = _from_hugging_face(hub)
+        except DatasetError as error:
+            raise DatasetError(f"{how_to_get(name)}. {error.message}") from error
+    return source if entry.normalise is None else NormalisedSource(source, entry.normalise, name)
 
 
 def _from_generator(config: DatasetConfig, seed: int) -> TaskSource:

@@ -12,6 +12,9 @@ from services.common.config.base import Section
 class DatasetConfig(Section):
     path: str | None = None
     """A jsonl file, a directory that `datasets` can load, or a Hugging Face dataset name."""
+    name: str | None = None
+    """Instead of `path`: a dataset known by name, such as `deepscaler` or `math500`. Read from `MILLRACE_DATA_ROOT` when
+    it lies there, else fetched from the hub; its rows are brought into one form."""
     generator: str | None = None
     """Instead of `path`: the import path (`package.module:function`) of a function that yields rows.
     It is called with `seed` and with `settings` as keyword arguments; it must be deterministic."""
@@ -32,9 +35,10 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DatasetConfig:
-        if (self.path is None) == (self.generator is None):
+        if [self.path, self.name, self.generator].count(None) != 2:
             raise ValueError(
-                "set exactly one of `path` (a jsonl file or a dataset name) and `generator` (module:function)"
+                "set exactly one of `path` (a jsonl file or a hub name), `name` (a dataset known by name) and "
+                "`generator` (module:function)"
             )
         return self
 

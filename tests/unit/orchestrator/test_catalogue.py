@@ -1,0 +1,93 @@
+"""Datasets by name: from local files when they are there, with rows in one form, and a way out when they are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.config.data import DatasetConfig
+from services.common.errors import DatasetError
+from services.orchestrator.catalogue import KNOWN, how_to_get
+from services.orchestrator.datasets import NormalisedSource, open_source
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    return tmp_path
+
+
+def put(root: Path, name: str, *rows: object) -> None:
+    path = root / KNOWN[name].local
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_local_file_is_read_and_its_rows_are_in_one_form(root: Path) -> None:
+    put(
+        root,
+        "math500",
+        {"problem": "1+1?", "answer": 2},
+        {"problem": "?", "answer": None},
+        {"question": "2+2?", "answer": 4.0},
+    )
+    source = open_source(DatasetConfig(name="math500"), seed=0)
+    assert isinstance(source, NormalisedSource) and source.num_left_out == 1
+    assert [(source[n].task_id, dict(source[n].data)) for n in range(len(source))] == [
+        ("1", {"problem": "1+1?", "answer": "2"}),
+        ("3", {"problem": "2+2?", "answer": "4"}),
+    ]
+
+
+def test_a_row_that_is_not_understood_names_the_dataset_and_its_row(root: Path) -> None:
+    put(root, "humaneval", {"prompt": "def f(): ...", "entry_point": "f", "test": "check"}, {"prompt": "p"})
+    with pytest.raises(DatasetError, match=r"dataset humaneval, row 2: no tests"):
+        open_source(DatasetConfig(name="humaneval"), seed=0)
+
+
+def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
+    put(root, "gsm8k", {"question": "?", "answer": None})
+    with pytest.raises(DatasetError, match="no row that can be used"):
+        open_source(DatasetConfig(name="gsm8k"), seed=0)
+
+
+def test_what_must_be_fetched_by_hand_names_path_and_command(root: Path) -> None:
+    with pytest.raises(DatasetError) as refused:
+        open_source(DatasetConfig(name="livecodebench-v5"), seed=0)
+    for wanted in (str(root), "lcb_v5/test.jsonl", "huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code"):
+        assert wanted in refused.value.message
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(DatasetError, match=r"'math-500'.*write one of .*math500"):
+        open_source(DatasetConfig(name="math-500"), seed=0)
+
+
+def test_without_a_data_root_the_way_out_says_that_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
+    for name in KNOWN:
+        text = how_to_get(name)
+        assert "MILLRACE_DATA_ROOT is not set" in text and KNOWN[name].local in text and "data.train.name" in text
+
+
+def test_exactly_one_source_may_be_named() -> None:
+    for wrong in ({}, {"path": "a", "name": "gsm8k"}, {"name": "gsm8k", "generator": "a:b"}):
+        with pytest.raises(ValueError, match="exactly one"):
+            DatasetConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "left_out"),
+    [
+        ("aime24", 30, 0), ("aime25", 30, 0), ("amc23", 40, 0), ("math500", 500, 0), ("gsm8k", 7473, 0),
+        ("math-train", 4996, 4), ("aime-1983-2023", 705, 0), ("deepscaler", 5000, 0), ("humaneval", 164, 0),
+        ("deepcoder-codeforces", 280, 0), ("code-contests", 90, 0), ("leetcode", 300, 0),
+    ],
+)  # fmt: skip
+def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root: Path) -> None:
+    source = open_source(DatasetConfig(name=name), seed=0)
+    assert isinstance(source, NormalisedSource)
+    assert (len(source), source.num_left_out) == (rows, left_out)
+    assert source[0].data["problem"]
