@@ -16,6 +16,7 @@ from services.common.config.policy import BatchConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord
 
@@ -100,11 +101,22 @@ class Experience:
 
     def _take_in(self, group: AdvantageGroup) -> None:
         policy = group.policy
-        _, dropped = dynamic_sampling([group], self._policies[policy].dynamic_sampling)
+        config = self._policies[policy]
+        _, dropped = dynamic_sampling([group], config.dynamic_sampling)
         if dropped:
             self._since_batch[policy].num_groups_equal += 1
             self._drop(group, "sequences_filtered_equal_rewards")
-        elif self.admission.accounts[policy].steps_left == 0:
+            return
+        if config.resample is not None:
+            kept = resample_group(group, config.resample)
+            left_out = group.size - (kept.size if kept else 0)
+            self.admission.returned(policy, left_out)
+            self._counters["sequences_resampled_away"] += left_out
+            if kept is None:
+                self._since_batch[policy].num_groups_equal += 1
+                return
+            group = kept
+        if self.admission.accounts[policy].steps_left == 0:
             self._drop(group, "sequences_surplus")
         elif not self.buffers[policy].add(group):
             self._since_batch[policy].num_expired += group.size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.common.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
 
@@ -143,6 +143,13 @@ def statistics(rewards: Iterable[float]) -> tuple[float, float]:
     if len(values) == 1:
         return mean, 1.0
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup:
+    """A group of some of the members, with statistics of its own."""
+    members = tuple(group.members[position] for position in positions)
+    mean, std = statistics([member.sequence.reward for member in members])
+    return replace(group, members=members, mean=mean, std=std)
 
 
 def dynamic_sampling(

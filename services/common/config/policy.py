@@ -20,6 +20,17 @@ class ModelConfig(Section):
     """Prompt and response together never exceed this many tokens."""
 
 
+class ResampleConfig(Section):
+    keep: int = Field(ge=2)
+    """Rollouts kept of each task group (GRPO-RoC samples 32 and keeps 16). Groups of equal rewards are dropped."""
+    positives: Literal["lowest", "weighted"] = "lowest"
+    """Which right ones: those with the lowest penalty, or drawn by it."""
+    negatives: Literal["first", "uniform"] = "first"
+    """Which wrong ones: the first, or drawn."""
+    penalty: str = "penalty"
+    """The metric of a sequence that is its penalty; a sequence without it has none."""
+
+
 class BatchConfig(Section):
     size: int = Field(default=256, ge=1)
     """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
@@ -31,6 +42,8 @@ class BatchConfig(Section):
     """`deadline`: oldest version first. `fifo`: first complete, first trained."""
     dynamic_sampling: bool = True
     """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
+    resample: ResampleConfig | None = None
+    """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out, all of it."""
 
 
 class TrainerConfig(Section):

@@ -126,6 +126,12 @@ class Recipe(Section):
                     f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
                     f"({policy.batch.size}): a minibatch needs at least one sequence"
                 )
+            resample = policy.batch.resample
+            if resample is not None and resample.keep > self.rollout.group_size:
+                raise ValueError(
+                    f"policies.{name}.batch.resample.keep ({resample.keep}) exceeds rollout.group_size "
+                    f"({self.rollout.group_size}): there is nothing to leave out"
+                )
             if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
                 raise ValueError(
                     f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "

@@ -10,8 +10,12 @@ A pure function of rewards and penalties: what was kept can be computed again at
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Literal
+
+from services.common.config.policy import ResampleConfig
+from services.orchestrator.groups import AdvantageGroup, part_of
 
 Positives = Literal["lowest", "weighted"]
 Negatives = Literal["first", "uniform"]
@@ -76,6 +80,22 @@ def resample_on_correct(
         kept_good = sorted(good, key=lambda position: (penalties[position], position))[:num_good]
     kept_bad = draw.sample(bad, num_bad) if negatives == "uniform" else bad[:num_bad]
     return sorted(kept_good + kept_bad)
+
+
+def resample_group(group: AdvantageGroup, config: ResampleConfig) -> AdvantageGroup | None:
+    """What is kept of a group, with statistics over what is kept; None when nothing is.
+
+    The seed of what is drawn is the task group's name, so that a recovered orchestrator draws the same.
+    """
+    kept = resample_on_correct(
+        [member.sequence.reward for member in group.members],
+        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members],
+        config.keep,
+        positives=config.positives,
+        negatives=config.negatives,
+        seed=zlib.crc32(f"{group.task_group_id}/{group.policy}/{group.role}/{group.attempt}".encode()),
+    )
+    return part_of(group, kept) if kept else None
 
 
 def _weighted(draw: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:

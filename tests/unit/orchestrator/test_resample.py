@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.buffer.resample import quotas, resample_on_correct
+from services.common.config.policy import BatchConfig, ResampleConfig
+from services.orchestrator.buffer.resample import quotas, resample_group, resample_on_correct
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups
+from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 
 @pytest.mark.parametrize(
@@ -60,3 +67,41 @@ def test_weighted_sampling_prefers_clean_rollouts() -> None:
     kept = [resample_on_correct(rewards, penalties, 2, positives="weighted", seed=seed) for seed in range(400)]
     assert sum(0 in positions for positions in kept) > 240, "weight 1 of 1.2"
     assert any(0 not in positions for positions in kept)
+
+
+def group_of(rewards: list[float], penalties: list[float | None]) -> AdvantageGroup:
+    task_group = TaskGroup(order=order("g", len(rewards)))
+    for index, (reward, penalty) in enumerate(zip(rewards, penalties, strict=True)):
+        made = replace(sequence(reward), metrics={} if penalty is None else {"penalty": penalty})
+        task_group.resolve(trajectory("g", index, made, reward=reward))
+    [group] = advantage_groups(task_group)
+    return group
+
+
+def test_statistics_are_those_of_what_is_kept() -> None:
+    kept = resample_group(group_of([1.0, 1.0, 1.0, 0.0], [0.5, 0.0, 0.7, None]), ResampleConfig(keep=2))
+    assert kept is not None and [m.sequence_id for m in kept.members] == ["g/1/0", "g/3/0"]
+    assert (kept.mean, kept.std) == (0.5, pytest.approx(0.7071068))
+
+
+def test_what_is_drawn_is_drawn_alike_after_a_restart() -> None:
+    config = ResampleConfig(keep=3, positives="weighted", negatives="uniform")
+    group = group_of([1.0, 0.0] * 6, [0.1] * 12)
+    first, again = resample_group(group, config), resample_group(group, config)
+    assert first is not None and again is not None and first.members == again.members
+
+
+def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
+    counters: Counter[str] = Counter()
+    batch = BatchConfig(size=2, dynamic_sampling=False, resample=ResampleConfig(keep=2))
+    experience = Experience({"model0": batch}, 10, counters)
+    for name, rewards in (("a", [1.0, 1.0, 1.0, 0.0]), ("b", [1.0] * 4)):
+        task_group = TaskGroup(order=order(name, 4))
+        experience.issued(task_group)
+        for index, reward in enumerate(rewards):
+            outcome = trajectory(name, index, reward=reward)
+            task_group.resolve(outcome)
+            experience.resolved(task_group, outcome)
+    assert experience.buffers["model0"].num_sequences == 2
+    assert experience.admission.accounts["model0"].accepted == 2
+    assert counters["sequences_resampled_away"] == 6, "two of the first group, and the second, whose rewards are equal"
