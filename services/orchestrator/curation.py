@@ -6,7 +6,7 @@
   so that the share of such groups stays near a target. Source: GRESO (arXiv 2506.02177).
 
 A skipped prompt is passed over in its curriculum; nothing is reordered. All randomness comes from the seed and the
-position in the curriculum, and observations arrive in journal order, so a restarted orchestrator decides the same.
+position in the curriculum, and observations are journaled, so a restarted orchestrator goes on where the earlier one was.
 Knows nothing about replicas or task groups beyond their rewards.
 """
 
@@ -34,6 +34,13 @@ class Curation(Protocol):
         ...
 
     def gauges(self) -> dict[str, float]: ...
+
+
+def build_curation(name: str, seed: int) -> Curation:
+    """By its name in ``data.curation``."""
+    if name == "filter_solved":
+        return FilterSolved()
+    return Greso(seed) if name == "greso" else AcceptAll()
 
 
 class AcceptAll:

@@ -6,6 +6,7 @@ import hashlib
 
 from services.common.config.data import SamplingConfig
 from services.common.types import Purpose, Sampling, TaskGroupOrder
+from services.orchestrator.curation import AcceptAll, Curation
 from services.orchestrator.curriculum import Curriculum
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import TaskGroup
@@ -60,9 +61,11 @@ class TrainingOrders:
         sampling: Sampling,
         timeout_s: float,
         seed: int,
+        curation: Curation | None = None,
     ) -> None:
         self._source = source
         self.curriculum = curriculum
+        self.curation: Curation = curation if curation is not None else AcceptAll()
         self._names = names
         self.group_size = group_size
         self._sampling = sampling
@@ -70,7 +73,7 @@ class TrainingOrders:
         self._seed = seed
 
     def next_group(self) -> TaskGroup:
-        position, row = self.curriculum.draw()
+        position, row = self._draw()
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
             task=self._source[row],
@@ -81,6 +84,19 @@ class TrainingOrders:
             timeout_s=self._timeout_s,
         )
         return TaskGroup(order=order, position=position)
+
+    def _draw(self) -> tuple[int, int]:
+        """The next (position, row) that is worth playing; when a whole pass is not, the last one rather than nothing."""
+        position, row = self.curriculum.draw()
+        for _ in range(self.curriculum.num_tasks - 1):
+            if self.curation.accepts(row, position):
+                break
+            position, row = self.curriculum.draw()
+        return position, row
+
+    def row_of(self, group: TaskGroup) -> int:
+        """The row of a training group's task."""
+        return self.curriculum.row(group.position)
 
 
 def seed_of(seed: int, what: str, position: int) -> int:

@@ -90,6 +90,8 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
         group = ring.groups[outcome.task_group_id]
         if group.resolve(outcome):
             ring.apply_resolved(group, outcome)
+    elif row.kind == records.OBSERVATION:
+        ring.training_orders.curation.observe(record["row"], record["rewards"])
     elif row.kind == records.VERSION:
         version, _, metrics = records.version_from_json(record)
         ring.apply_version(version, metrics)

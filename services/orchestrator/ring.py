@@ -22,6 +22,7 @@ from services.common.errors import InvalidRequestError, StateError, UnknownPolic
 from services.common.types import WeightVersion
 from services.orchestrator.batches import Batch, Batches
 from services.orchestrator.commands import LeavePool, PauseTraining, ResumeTraining, StopTraining
+from services.orchestrator.curation import AcceptAll, build_curation
 from services.orchestrator.curriculum import Curriculum
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.dispatcher import Dispatcher
@@ -91,6 +92,7 @@ class Ring:
             sampling=sampling_of(recipe.sampling),
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
+            curation=build_curation(recipe.data.curation, recipe.run.seed),
         )
         self.evaluations = Evaluations(
             recipe.evaluation,
@@ -184,11 +186,23 @@ class Ring:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
         self.apply_resolved(group, outcome)
+        if group.is_training and group.complete:
+            self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
             self.dispatcher.sync_versions(replica)  # it may move on to newer weights
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
+
+    def _observe(self, group: TaskGroup) -> None:
+        """Tell the curation what a prompt brought, and remember it for a restart."""
+        curation = self.training_orders.curation
+        if isinstance(curation, AcceptAll):
+            return
+        row, rewards = self.training_orders.row_of(group), [t.reward for t in group.trajectories]
+        curation.observe(row, rewards)
+        record = {"task_group_id": group.id, "row": row, "rewards": rewards}
+        self.journal.submit(records.OBSERVATION, group.id, lambda: record)
 
     def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """What a resolved slot means; also used when recovering."""
@@ -280,6 +294,8 @@ class Ring:
             self.experience.advanced(policy, version.number)
             self.batches[policy].newest_version = version.number
             self.last_metrics[policy] = dict(metrics)
+            if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
+                self.training_orders.curation.advanced()
 
     def _announce(self, policy: str, is_new: bool) -> None:
         if is_new:
@@ -301,6 +317,7 @@ class Ring:
         values = {
             **statistics,
             **{f"trainer/{name}": value for name, value in metrics.items()},
+            **self.training_orders.curation.gauges(),
             "compute_s": compute_s,
             "elapsed_s": time.time() - self.started_at,
         }

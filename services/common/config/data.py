@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,9 @@ class DatasetConfig(Section):
 class DataConfig(Section):
     train: DatasetConfig
     """Tasks to train on."""
+    curation: Literal["accept_all", "filter_solved", "greso"] = "accept_all"
+    """Which tasks are played: all; not those that are solved almost always; or (GRESO) those whose rewards were all equal
+    lately less often, the longer that lasts."""
     evaluation: DatasetConfig | None = None
     """Fixed tasks to evaluate on."""
 

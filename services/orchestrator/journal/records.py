@@ -36,6 +36,7 @@ ASSIGNMENT = "assignments"
 TRAJECTORY = "trajectories"
 FAILURE = "failures"
 CLOSED = "closed_groups"
+OBSERVATION = "observations"  # what a prompt brought, for the curation
 BATCH = "batches"
 VERSION = "versions"
 EVALUATION_START = "evaluation_starts"

@@ -45,8 +45,9 @@ class Clock:
 class World:
     """A ring that can be thrown away and recovered, as after kill -9."""
 
-    def __init__(self, run_dir: Path, **batch: Any) -> None:
+    def __init__(self, run_dir: Path, curation: str = "accept_all", **batch: Any) -> None:
         self.run_dir = run_dir
+        self.curation = curation
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
@@ -58,7 +59,7 @@ class World:
             "name": "unit",
             "run": {"id": "unit", "steps": self.steps},
             "policies": {"model0": {"model": {"path": "none"}, "batch": self.batch}},
-            "data": {"train": {"path": "unused"}, "evaluation": {"path": "unused"}},
+            "data": {"train": {"path": "unused"}, "evaluation": {"path": "unused"}, "curation": self.curation},
             "rollout": {"group_size": 4, "timeout_s": 10.0},
             "orchestrator": {"min_free_bytes": 5_000_000},
             "evaluation": {"samples_per_task": self.samples_per_task},
@@ -420,6 +421,30 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     assert "only for replicas that hold newer versions" in world.ring.dispatcher.waits_for
     world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 2
+
+
+async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds(curation="filter_solved", size=40)
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(world.join())
+    solved = orders[0]
+    await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
+    group = world.ring.training_orders
+    [row] = [row for row in range(10) if not group.curation.accepts(row, 0)]
+    assert group._source[row].task_id == solved.task.task_id
+    await world.crash()
+    curation = world.ring.training_orders.curation
+    assert [r for r in range(10) if not curation.accepts(r, 0)] == [row]
+    drawn = [world.ring.training_orders.next_group().order.task.task_id for _ in range(40)]
+    assert solved.task.task_id not in drawn and len(set(drawn)) == 9
+
+
+async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
+    world = worlds(curation="filter_solved")
+    for row in range(10):
+        world.ring.training_orders.curation.observe(row, [1.0, 1.0])
+    assert world.ring.training_orders.next_group().order.task.task_id
 
 
 async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch_from_those_that_hold_it(
