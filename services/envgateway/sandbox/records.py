@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import enum
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from services.common.config.envgateway import SandboxConfig
 
@@ -41,13 +40,6 @@ class ExecutionLimits:
     processes: int | None = None
     output_bytes: int | None = None  # of each of stdout and stderr
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionLimits:
-        return ExecutionLimits(**data)
-
     def within(self, config: SandboxConfig) -> dict[str, float | int]:
         """Complete limits, cut to what the config allows, as the supervisor reads them."""
         return {
@@ -67,32 +59,16 @@ def _at_most(asked: Number | None, largest: Number) -> Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionRequest:
-    """One program.
+    """One Python program.
 
-    >>> request = ExecutionRequest(code="print(47*38)", stdin=b"\\xff")
-    >>> ExecutionRequest.from_json(request.to_json()) == request
-    True
+    >>> ExecutionRequest(code="print(47*38)").stdin
+    b''
     """
 
     code: str
     stdin: bytes = b""
     limits: ExecutionLimits = field(default_factory=ExecutionLimits)
     echo: bool = False  # also print the value of a trailing expression, as a notebook does
-    language: str = "python"  # or "cpp"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "code": self.code,
-            "stdin": base64.b64encode(self.stdin).decode(),
-            "limits": self.limits.to_json(),
-            "echo": self.echo,
-            "language": self.language,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionRequest:
-        limits = ExecutionLimits.from_json(data["limits"])
-        return ExecutionRequest(**{**data, "stdin": base64.b64decode(data["stdin"]), "limits": limits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,21 +86,3 @@ class ExecutionResult:
     peak_memory_bytes: int = 0
     tier: str = ""
     detail: str = ""  # for people: which limit, or what broke
-
-    def to_json(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["status"] = self.status.value
-        data["stdout"] = base64.b64encode(self.stdout).decode()
-        data["stderr"] = base64.b64encode(self.stderr).decode()
-        return data
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionResult:
-        return ExecutionResult(
-            **{
-                **data,
-                "status": ExecutionStatus(data["status"]),
-                "stdout": base64.b64decode(data["stdout"]),
-                "stderr": base64.b64decode(data["stderr"]),
-            }
-        )
