@@ -17,6 +17,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -54,6 +55,16 @@ class ToolUseSettings(PromptSettings):
     """With `format: code`: also print the value of a trailing expression, as a notebook does."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolDialogue:
+    """A finished tool loop, not graded yet."""
+
+    conversation: Conversation
+    turns: tuple[Turn, ...]  # at least one
+    stop_reason: StopReason
+    metrics: Mapping[str, float]
+
+
 class ToolUse:
     Settings: ClassVar[type[ToolUseSettings]] = ToolUseSettings
 
@@ -64,21 +75,31 @@ class ToolUse:
         self._schemas = [tool.schema for tool in self._tools.values()]
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        played = await self.play(task, context)
+        reward = await self._grade(context.gateway, task, played.turns[-1].text)
+        sequence = played.conversation.sequence(
+            reward=reward.value,
+            stop_reason=played.stop_reason,
+            metrics={"reward_unparsed": float(reward.unparsed), **played.metrics},
+        )
+        return Outcome(sequences=(sequence,), reward=reward.value)
+
+    async def play(self, task: Task, context: WorkflowContext) -> ToolDialogue:
+        """Take turns until one calls no tool or a budget ends it; nothing is graded."""
         conversation = self._begin(task, context)
         statistics = _ToolStatistics()
-        end, turn = await self._play(conversation, context.gateway, statistics)
-        reward = await self._grade(context.gateway, task, turn.text)
-        sequence = conversation.sequence(
-            reward=reward.value,
+        turns: list[Turn] = []
+        end = await self._play(conversation, context.gateway, statistics, turns)
+        return ToolDialogue(
+            conversation=conversation,
+            turns=tuple(turns),
             stop_reason=_STOP_REASONS[end],
             metrics={
                 "truncated": float(end == "length"),
-                "reward_unparsed": float(reward.unparsed),
                 **{f"end_{name}": float(name == end) for name in _STOP_REASONS},
                 **statistics.metrics(),
             },
         )
-        return Outcome(sequences=(sequence,), reward=reward.value)
 
     def _begin(self, task: Task, context: WorkflowContext) -> Conversation:
         policy = context.policy(self._settings.policy)
@@ -94,24 +115,25 @@ class ToolUse:
         )
 
     async def _play(
-        self, conversation: Conversation, gateway: Gateway, statistics: _ToolStatistics
-    ) -> tuple[str, Turn]:
-        """Take turns; returns why the rollout ended and its last turn."""
+        self, conversation: Conversation, gateway: Gateway, statistics: _ToolStatistics, turns: list[Turn]
+    ) -> str:
+        """Take turns, at least one; returns why the rollout ended."""
         while True:
             turn = await conversation.generate()
+            turns.append(turn)
             if not turn.ended:
-                return "length", turn
+                return "length"
             call = find_call(turn.text)
             if call is None:
-                return "no_call", turn
+                return "no_call"
             if conversation.num_turns >= self._settings.max_turns:
-                return "turn_limit", turn
+                return "turn_limit"
             began = time.perf_counter()
             result = await self._answer(call, gateway)
             statistics.count(result, time.perf_counter() - began)
             text = cut_in_the_middle(result.text, self._settings.max_tool_response_chars)
             if not conversation.add({"role": "tool", "content": text}):
-                return "tool_response", turn
+                return "tool_response"
 
     async def _answer(self, content: str | MalformedCall, gateway: Gateway) -> ToolResult:
         if isinstance(content, MalformedCall):

@@ -1,0 +1,87 @@
+"""Tool-calling math: the reward is the answer's, the penalty is about the way to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from services.common.types import Purpose, Sequence, StopReason
+from services.inference.workflows.base import Execution, ExecutionStatus
+from services.inference.workflows.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
+from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
+
+ANSWER = "<answer>\\boxed{42}</answer>"
+PROGRAMS = {
+    "print(6*7)": Execution(status=ExecutionStatus.OK, stdout="42\n"),
+    "print('Error')": Execution(status=ExecutionStatus.OK, stdout="Error: only a word\n"),
+    "spin": Execution(status=ExecutionStatus.TIME_LIMIT),
+}
+
+
+def call(code: str) -> str:
+    arguments = {"code": code, "input": ""}
+    return f"<tool_call>{json.dumps({'name': 'python_code_with_standard_io', 'arguments': arguments})}</tool_call>"
+
+
+async def play(texts: list[str], purpose: Purpose = Purpose.TRAIN, **settings: Any) -> Sequence:
+    policy = await served_policy(texts, context_length=8192)
+    context = dataclasses.replace(make_context(policy, FakeGateway(PROGRAMS)), purpose=purpose)
+    outcome = await ToolMath(ToolMathSettings(**settings)).run(make_task(), context)
+    return outcome.sequences[0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "errors", "shape"),
+    [
+        ([ANSWER], 0.5, 0.0),
+        ([call("print(6*7)"), ANSWER], 0.0, 0.0),
+        ([call("spin"), call("print(6*7)"), ANSWER], 0.5, 0.0),
+        ([call("print('Error')"), ANSWER], 0.0, 0.0),  # the status decides, not the word
+        (["<tool_call>{</tool_call>", ANSWER], 1.0, 0.0),
+        (["\\boxed{42}"], 0.5, 1.0),
+        (["<answer>\\boxed{42}"], 0.5, 1.0),
+        ([call("print(6*7)") + ANSWER, ANSWER], 0.0, 0.5),
+    ],
+)
+async def test_the_penalty_counts_failed_calls_and_a_missing_or_repeated_answer(
+    texts: list[str], errors: float, shape: float
+) -> None:
+    sequence = await play(texts)
+    assert sequence.metrics["tool_error_share"] == errors and sequence.metrics["format_penalty"] == shape
+    assert sequence.metrics["penalty"] == errors + shape
+
+
+@pytest.mark.parametrize(
+    ("turns", "term"),
+    [
+        ([ANSWER], 0.0),
+        ([""], 1.0),
+        ([ANSWER * 2], 1.0),
+        (["", ANSWER * 2], 0.5),
+        ([ANSWER * 9], 1.0),
+        ([ANSWER + "<answer>"], 1.0),
+    ],
+)
+def test_format_term(turns: list[str], term: float) -> None:
+    assert format_term(turns, "answer") == term
+
+
+def test_a_rollout_without_a_call_counts_as_half_failed() -> None:
+    assert tool_error_share(0, 0) == 0.5 and tool_error_share(3, 3) == 1.0
+
+
+async def test_the_prompt_asks_for_the_tags_and_the_box_and_lists_the_tool() -> None:
+    sequence = await play([ANSWER])
+    prompt = qwen_like_chat().decode(sequence.segments[0].token_ids.tolist())
+    for wanted in ("<answer>", "\\boxed{}", "python_code_with_standard_io"):
+        assert wanted in prompt
+
+
+async def test_evaluation_has_a_budget_of_its_own() -> None:
+    texts = [call("print(6*7)")] * 4 + [ANSWER]
+    training = await play(texts, max_response_tokens=150, evaluation_max_response_tokens=4000)
+    evaluation = await play(texts, Purpose.EVALUATION, max_response_tokens=150, evaluation_max_response_tokens=4000)
+    assert training.stop_reason is StopReason.LENGTH and evaluation.stop_reason is StopReason.STOP
