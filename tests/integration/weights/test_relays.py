@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -153,6 +154,15 @@ async def test_a_late_joiner_fetches_from_a_holder_and_the_publisher_sends_nothi
         fetched = await late.take(version, None)
         assert holds(late, source) and fetched.sources == (early.address,)
         assert sender.budget.num_bytes_sent == sent
+
+
+async def test_on_the_publishers_host_its_file_is_mapped_rather_than_fetched_from_a_holder(tmp_path: Path) -> None:
+    source = MemorySource(4 * MIB, file=tmp_path / "weights")
+    async with sending(source) as sender, members(2) as (early, late):
+        await early.take(version_of(sender), None)
+        late.fetcher = SourceFetcher(lambda: RUN, ("mapped", "bulk", "grpc"), late.relay)
+        fetched = await late.take(replace(source.version, sources=(early.address, sender.address)), None)
+        assert (fetched.transport, fetched.sources) == ("mapped", (sender.address,)) and holds(late, source)
 
 
 async def test_a_late_joiner_whose_holder_is_gone_fetches_from_the_publisher() -> None:
