@@ -14,6 +14,7 @@ ids, and templates such as Qwen3's drop the thinking of earlier turns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,6 +55,7 @@ class Chat:
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
         self._cached_encode = lru_cache(_CACHE_SIZE)(self.encode)
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        self._special_text = self._find_special_text()
         self.end_of_turn_id = self._find_end_of_turn()
         self.stop_token_ids = self._find_stop_tokens()
         self.lists_tools = self._find_whether_tools_are_listed()
@@ -88,9 +90,10 @@ class Chat:
         """Ids that follow an assistant turn: its end, ``messages``, and the invitation to the next turn.
 
         ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, the end of turn is there
-        already and is not repeated.
+        already and is not repeated. Text of special tokens in a message stays text: what a program prints cannot end
+        a turn or begin one.
         """
-        ids = self._cached_encode(self._continuation_text(messages))
+        ids = self._cached_encode(self._continuation_text([self._without_special(m) for m in messages]))
         return ids[1:] if last_sampled == self.end_of_turn_id and ids[:1] == (self.end_of_turn_id,) else ids
 
     def supervised(
@@ -118,6 +121,13 @@ class Chat:
             ids += read
             mask += [False] * len(read)
         return SupervisedExample(token_ids=tuple(ids), is_assistant=tuple(mask))
+
+    def _without_special(self, message: Message) -> Message:
+        """The message with a space inside whatever reads like a special token. Others come back as they are."""
+        content = message.get("content")
+        if not isinstance(content, str) or not self._special_text.search(content):
+            return message
+        return {**message, "content": self._special_text.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", content)}
 
     # -- the template -------------------------------------------------------------------------------------------
 
@@ -195,6 +205,13 @@ class Chat:
         schema = {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": schema}]
         return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
+
+    def _find_special_text(self) -> re.Pattern[str]:
+        """Matches the text of every special or added token of more than one character."""
+        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        texts = {str(token) for token in added.values()} | {str(text) for text in self._tokenizer.all_special_tokens}
+        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        return re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
 
     def _special_ids(self) -> set[int]:
         added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})

@@ -21,6 +21,7 @@ class ByteTokenizer:
     chat_template = "bytes"
     eos_token_id = _IDS[_END]
     all_special_ids = list(_IDS.values())
+    all_special_tokens = list(_IDS)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **_: Any
