@@ -32,7 +32,7 @@ def find_call(text: str) -> str | MalformedCall | None:
         return None
     content, closed, _ = rest.partition(CLOSE)
     if not closed:
-        return MalformedCall(error=f"{OPEN} is not followed by {CLOSE}")
+        return MalformedCall(error="a tool_call tag is opened and not closed")
     return content
 
 

@@ -109,7 +109,7 @@ async def test_a_long_response_is_cut_in_the_middle() -> None:
         (tool_json("1", arguments={"code": "1"}), "'input' is missing", "invalid_arguments"),
         (tool_json("1", arguments={"code": 1, "input": ""}), "'code' must be a string", "invalid_arguments"),
         (tool_json("1", arguments={"code": "1", "input": "", "x": 1}), "unknown argument 'x'", "invalid_arguments"),
-        ("<tool_call>never closed", "</tool_call>", "malformed"),
+        ("<tool_call>never closed", "opened and not closed", "malformed"),
     ],
 )
 async def test_a_wrong_call_is_answered_with_its_error_and_not_run(call: str, told: str, kind: str) -> None:
