@@ -1,8 +1,8 @@
-"""Wiring: sandbox, graders, tools, environments, episodes and the server that offers them.
+"""Wiring: sandbox, judge, queue, graders, tools, environments, episodes and the server that offers them.
 
-sandbox <- tools <- environments <- episodes <- server
-   ^                     |
-   `---- execution       `-> rewards <- math pool
+sandbox <- judge <- queue <- tools <- environments <- episodes <- server
+                      ^                     |
+                      `- execution, judging `-> rewards <- math pool
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import asyncio
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
+from services.common.pb import judge_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.tools import PythonTool, ToolBox
 from services.envgateway.episodes import EpisodeManager
+from services.envgateway.judge.judge import Judge
+from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
+from services.envgateway.servicer_judge import JudgeServicer
 
 _TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
 
@@ -31,12 +35,15 @@ class Gateway:
     def __init__(self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "") -> None:
         self._sandbox = sandbox
         self._math = MathPool(config.math)
-        self._rewards = Rewards(self._math)
         timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
+        self._queue = EmbeddedQueue(
+            sandbox, Judge(sandbox), num_slots=config.sandbox.num_slots, queue_size=config.sandbox.queue_size
+        )
+        self._rewards = Rewards(self._math, self._queue)
         self._tools = ToolBox(
             [
-                PythonTool(sandbox, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(sandbox, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
+                PythonTool(self._queue, "python", takes_input=False, timeout_s=timeout_s),
+                PythonTool(self._queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
             ]
         )
         environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
@@ -52,8 +59,11 @@ class Gateway:
         )
         self.server.add(
             pb_grpc.add_CodeExecutionServiceServicer_to_server,
-            CodeExecutionServicer(sandbox),
+            CodeExecutionServicer(self._queue),
             "millrace.v1.CodeExecutionService",
+        )
+        self.server.add(
+            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self._queue), "millrace.v1.JudgeService"
         )
         self.server.add(
             pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
@@ -77,6 +87,7 @@ class Gateway:
     def _gauges(self) -> dict[str, float]:
         return {
             **self._sandbox.gauges,
+            **self._queue.gauges,
             "episodes_live": float(self._episodes.num_live),
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
             **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},

@@ -7,17 +7,19 @@ from typing import Any
 import grpc
 import orjson
 
-from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.serde import duration_from_proto, duration_to_proto, json_object
+from services.common.serde import duration_to_proto, json_object
 from services.envgateway.calls import SharedCalls
+from services.envgateway.deadlines import time_left_s
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.episodes import EpisodeManager
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
-from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.servicer_judge import limits_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,16 +67,19 @@ class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
 
 
 class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
-    def __init__(self, sandbox: SandboxPool) -> None:
-        self._sandbox = sandbox
+    def __init__(self, queue: EmbeddedQueue) -> None:
+        self._queue = queue
         self._shared: SharedCalls[ExecutionResult] = SharedCalls(_STORED_RESULTS, keep=_is_final)
 
     async def ExecuteCode(self, request: pb.ExecuteCodeRequest, context: Context) -> pb.ExecuteCodeResponse:
-        if request.language not in ("", "python"):
-            detail = f"no language {request.language!r}; this gateway runs python"
-            return _execution_to_proto(ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail))
         execution = _execution_from_proto(request)
-        result = await self._shared.run(request.request_id, lambda: self._sandbox.run(execution))
+        deadline_s = time_left_s(context)
+        result = await self._shared.run(
+            request.request_id,
+            lambda: self._queue.run(
+                execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=deadline_s
+            ),
+        )
         return _execution_to_proto(result)
 
 
@@ -100,20 +105,12 @@ def _is_graded(result: RewardResult) -> bool:
 
 
 def _execution_from_proto(request: pb.ExecuteCodeRequest) -> ExecutionRequest:
-    limits = request.limits
-    parsed = ExecutionLimits(
-        wall_s=duration_from_proto(limits.wall_time) if limits.HasField("wall_time") else None,
-        cpu_s=duration_from_proto(limits.cpu_time) if limits.HasField("cpu_time") else None,
-        memory_bytes=limits.memory_bytes if limits.HasField("memory_bytes") else None,
-        processes=limits.num_processes if limits.HasField("num_processes") else None,
-        output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
-    )
-    for name in ("wall_s", "cpu_s", "memory_bytes", "processes", "output_bytes"):
-        value = getattr(parsed, name)
-        if value is not None and value <= 0:
-            raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
     return ExecutionRequest(
-        code=request.code, stdin=request.stdin, limits=parsed, echo=request.print_trailing_expression
+        code=request.code,
+        stdin=request.stdin,
+        limits=limits_from_proto(request.limits),
+        echo=request.print_trailing_expression,
+        language=request.language or "python",
     )
 
 

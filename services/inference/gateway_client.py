@@ -33,6 +33,7 @@ DEFAULT_RETRY_S = 0.5
 _STATUS = {
     environment_pb2.EXECUTION_STATUS_OK: ExecutionStatus.OK,
     environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: ExecutionStatus.RUNTIME_ERROR,
+    environment_pb2.EXECUTION_STATUS_COMPILE_ERROR: ExecutionStatus.RUNTIME_ERROR,  # a policy sees the same text
     environment_pb2.EXECUTION_STATUS_TIME_LIMIT: ExecutionStatus.TIME_LIMIT,
     environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: ExecutionStatus.MEMORY_LIMIT,
     environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: ExecutionStatus.OUTPUT_LIMIT,

@@ -13,7 +13,7 @@ from structlog.contextvars import bound_contextvars
 from structlog.testing import LogCapture
 
 from services.common.errors import DeadlineError, InfrastructureError, WeightsStaleError
-from services.common.pb import environment_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
+from services.common.pb import environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
 from services.common.rpc.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.streams import call_cancellation_is_an_error
@@ -21,7 +21,7 @@ from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.contract.test_errors import free_port
 
-FILES = [environment_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
+FILES = [environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
 METHODS = {
     method.name: service.full_name
     for file in FILES

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from services.common.config.base import Section
 
 
 class SandboxConfig(Section):
+    tier: Literal["auto", "2", "1", "U", "0"] = "auto"
+    """Isolation: the strongest that works here (auto), or exactly this one or nothing."""
     allow_tier_0: bool = False
     """Run code with resource limits only, without isolation, where nothing better works. Trusted code only!"""
     num_slots: int = Field(default=4, ge=1)
@@ -24,6 +28,22 @@ class SandboxConfig(Section):
     """Bytes kept of each of stdout and stderr."""
     file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
     """Largest file that a program may write."""
+    disk_bytes: int = Field(default=64 * 1024 * 1024, ge=65536)
+    """All files of one program together."""
+    num_files: int = Field(default=1024, ge=1)
+    """Most files and directories of one program."""
+    answer_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Largest returned value, and largest output of a judged program whose expected output is longer than usual."""
+    compile_time_s: float = Field(default=20.0, gt=0)
+    """Largest wall-clock and CPU time of a compiler."""
+    compile_memory_bytes: int = Field(default=1024 * 1024 * 1024, ge=64 * 1024 * 1024)
+    """Largest memory of a compiler."""
+    packages: list[str] = ["numpy", "sympy", "mpmath", "sortedcontainers"]
+    """Packages of the gateway's own environment that programs may import; those that are not installed are left out."""
+    fork_server_runs: int = Field(default=10_000, ge=1)
+    """A fork server is replaced after this many programs, or when it has grown by 64 MiB."""
+    prewarm_scientific: bool = True
+    """Keep a fork server with numpy and sympy loaded from the start on, rather than from the first use."""
     queue_size: int = Field(default=4096, ge=1)
     """Programs waiting for a slot, before callers are told to come back."""
 

@@ -44,6 +44,8 @@ class _ExecutionStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """Cancelled by the caller."""
     EXECUTION_STATUS_INFRA_ERROR: _ExecutionStatus.ValueType  # 8
     """The machinery failed; retryable, never a reward."""
+    EXECUTION_STATUS_COMPILE_ERROR: _ExecutionStatus.ValueType  # 9
+    """The source is no program."""
 
 class ExecutionStatus(_ExecutionStatus, metaclass=_ExecutionStatusEnumTypeWrapper):
     """How an execution ended."""
@@ -66,6 +68,8 @@ EXECUTION_STATUS_CANCELLED: ExecutionStatus.ValueType  # 7
 """Cancelled by the caller."""
 EXECUTION_STATUS_INFRA_ERROR: ExecutionStatus.ValueType  # 8
 """The machinery failed; retryable, never a reward."""
+EXECUTION_STATUS_COMPILE_ERROR: ExecutionStatus.ValueType  # 9
+"""The source is no program."""
 Global___ExecutionStatus: typing_extensions.TypeAlias = ExecutionStatus
 
 class _RewardOutcome:
@@ -375,7 +379,7 @@ class ExecuteCodeRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """The key of this request; empty for none."""
     language: builtins.str
-    """"python"."""
+    """"python" (also when empty) or "cpp"."""
     code: builtins.str
     """The program."""
     stdin: builtins.bytes
@@ -433,7 +437,7 @@ class ExecuteCodeResponse(google.protobuf.message.Message):
     peak_memory_bytes: builtins.int
     """Peak of the summed resident memory."""
     isolation_tier: builtins.str
-    """The isolation it ran under: "1", "U" or "0"."""
+    """The isolation it ran under: "2", "1", "U" or "0"."""
     detail: builtins.str
     """For people, with INVALID_REQUEST and INFRA_ERROR."""
     @property

@@ -32,6 +32,8 @@ DEADLINES: dict[str, float | None] = {
     "CloseEpisode": 5.0,
     "ListEnvironments": 5.0,
     "ExecuteCode": 10.0,  # plus the limits of the execution
+    "Judge": 60.0,  # plus the limits of its cases
+    "JudgeBatch": None,
     "ComputeReward": 60.0,
     "GetStatus": 5.0,
     "GetRun": 5.0,
@@ -51,6 +53,7 @@ RETRIED: dict[str, tuple[str, ...]] = {
     "millrace.v1.WeightService": ("GetManifest",),
     "millrace.v1.EnvironmentService": ("CreateEpisode", "StepEpisode", "ListEnvironments"),
     "millrace.v1.CodeExecutionService": ("ExecuteCode",),
+    "millrace.v1.JudgeService": ("Judge",),
     "millrace.v1.RewardService": ("ComputeReward",),
     "millrace.v1.StatusService": ("GetStatus",),
     "millrace.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation"),

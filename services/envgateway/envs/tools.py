@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.errors import InfrastructureError, InvalidRequestError
-from services.envgateway.sandbox.pool import SandboxPool
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
 
@@ -45,7 +46,7 @@ class Tool(Protocol):
 class PythonTool:
     """Runs a program in the sandbox; the value of a trailing expression is printed, too."""
 
-    def __init__(self, sandbox: SandboxPool, name: str, *, takes_input: bool, timeout_s: float) -> None:
+    def __init__(self, queue: EmbeddedQueue, name: str, *, takes_input: bool, timeout_s: float) -> None:
         properties: dict[str, Any] = {"code": {"type": "string", "description": "The Python code to execute."}}
         if takes_input:
             properties["input"] = {"type": "string", "description": "What the code reads from standard input."}
@@ -58,13 +59,17 @@ class PythonTool:
                 "parameters": {"type": "object", "properties": properties, "required": list(properties)},
             },
         }
+        self._name = name
         self.timeout_s = timeout_s
-        self.concurrency = 1024  # the sandbox has its own queue
-        self._sandbox = sandbox
+        self.concurrency = 1024  # the queue bounds what runs
+        self._queue = queue
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         stdin = arguments.get("input", "").encode("utf-8", errors="replace")
-        result = await self._sandbox.run(ExecutionRequest(code=arguments["code"], stdin=stdin, echo=True))
+        request = ExecutionRequest(code=arguments["code"], stdin=stdin, echo=True)
+        result = await self._queue.run(
+            request, lane=Lane.INTERACTIVE, request_id=f"tool {self._name}", deadline_s=self.timeout_s
+        )
         return _shown(result)
 
 
@@ -100,7 +105,7 @@ class ToolBox:
                 return await tool.call(arguments)
         except TimeoutError:
             return ToolResult(status=ToolStatus.TIMEOUT, text=f"TimeoutError: stopped after {tool.timeout_s:g} s")
-        except InfrastructureError as error:
+        except (InfrastructureError, DeadlineError) as error:
             return ToolResult(status=ToolStatus.INFRA, text=error.message)
 
 

@@ -13,6 +13,7 @@ from services.common.errors import ConfigError, InvalidRequestError, MillraceErr
 from services.common.importing import load_object
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.rewards.boxed import boxed_match
+from services.envgateway.rewards.code import CodeReward, JudgeQueue
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed
@@ -25,8 +26,11 @@ FUNCTION_TIMEOUT_S = 60.0
 class Rewards:
     """``compute`` scores a completion with a named function."""
 
-    def __init__(self, math_pool: MathPool) -> None:
+    def __init__(self, math_pool: MathPool, queue: JudgeQueue | None = None) -> None:
+        """Without a queue there is no ``code`` reward."""
         self._functions: dict[str, RewardFunction] = {"boxed": boxed_match, "math": MathReward(math_pool)}
+        if queue is not None:
+            self._functions["code"] = CodeReward(queue)
         self._loaded: dict[str, RewardFunction] = {}  # by import path
         self.counts: Counter[RewardOutcome] = Counter()
 
@@ -38,13 +42,14 @@ class Rewards:
             InfrastructureError: what the function needs has failed; never a reward.
         """
         function = self._find(name)
+        timeout_s = float(getattr(function, "timeout_s", FUNCTION_TIMEOUT_S))
         try:
-            async with asyncio.timeout(FUNCTION_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 result = await _call(function, task, completion)
         except MillraceError:
             raise
         except TimeoutError:
-            result = grader_failed(f"{name} took longer than {FUNCTION_TIMEOUT_S:g} s")
+            result = grader_failed(f"{name} took longer than {timeout_s:g} s")
         except Exception as error:  # a user's function may raise anything; it is told, counted and no reward
             log.warning("reward.failed", reward=name, exc_info=error)
             result = grader_failed(f"{name} raised {type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from services.envgateway.sandbox.bare import wire
+from services.envgateway.sandbox.jobs import Job
 from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
 
 _ids = itertools.count(1)
@@ -17,7 +18,7 @@ class SupervisorConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._frames = wire.FrameReader()
-        self._waiting: dict[int, asyncio.Future[ExecutionResult]] = {}
+        self._runs: dict[int, SubmittedRun] = {}
         self._transport: asyncio.WriteTransport | None = None
         self.lost = asyncio.get_running_loop().create_future()
 
@@ -25,55 +26,73 @@ class SupervisorConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return not self.lost.done()
 
-    def submit(self, code: bytes, stdin: bytes, limits: dict[str, float | int], echo: bool) -> _Submitted:
-        run_id = next(_ids)
-        result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
+    def submit(self, job: Job) -> SubmittedRun:
+        run = SubmittedRun(self, next(_ids))
         if self._transport is None or self.lost.done():
-            result.set_result(_broken("the supervisor has gone"))
-            return _Submitted(self, run_id, result)
-        self._waiting[run_id] = result
-        head = {"kind": "run", "id": run_id, "limits": limits, "echo": echo}
-        self._transport.write(wire.encode(head, [code, stdin]))
-        return _Submitted(self, run_id, result)
-
-    def cancel(self, run_id: int) -> None:
-        if self._transport is not None and run_id in self._waiting:
-            self._transport.write(wire.encode({"kind": "cancel", "id": run_id}))
+            run.finish(_broken("the supervisor has gone"), b"")
+            return run
+        self._runs[run.id] = run
+        self._write({"kind": "run", "id": run.id, **job.head}, [job.source, job.stdin, job.payload])
+        return run
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+    def tell(self, kind: str, run_id: int, data: bytes | None = None) -> None:
+        """About a run that has not ended; nothing happens about another."""
+        if run_id in self._runs:
+            self._write({"kind": kind, "id": run_id}, [] if data is None else [data])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for head, (stdout, stderr) in self._frames.feed(data):
-            waiting = self._waiting.pop(head["id"], None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(_result(head, stdout, stderr))
+        for head, blobs in self._frames.feed(data):
+            if head["kind"] == "said":
+                if head["id"] in self._runs:
+                    self._runs[head["id"]].said.put_nowait(blobs[0])
+                continue
+            run = self._runs.pop(head["id"], None)
+            if run is not None:
+                run.finish(_result(head, blobs[0], blobs[1]), blobs[2])
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(_broken("the supervisor died during the run"))
-        self._waiting.clear()
+        for run in self._runs.values():
+            run.finish(_broken("the supervisor died during the run"), b"")
+        self._runs.clear()
+
+    def _write(self, head: dict[str, Any], blobs: list[bytes]) -> None:
+        assert self._transport is not None
+        self._transport.write(wire.encode(head, blobs))
 
 
-class _Submitted:
-    """A run on its way; ``result`` always completes."""
+class SubmittedRun:
+    """A run on its way; ``result`` always completes, ``answer`` is complete with it."""
 
-    def __init__(self, connection: SupervisorConnection, run_id: int, result: asyncio.Future[ExecutionResult]) -> None:
+    def __init__(self, connection: SupervisorConnection, run_id: int) -> None:
         self._connection = connection
-        self._run_id = run_id
-        self.result = result
+        self.id = run_id
+        self.result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
+        self.said: asyncio.Queue[bytes] = asyncio.Queue()  # of an interactive run; an empty piece at its end
+        self.answer = b""
 
     def cancel(self) -> None:
         """Kill it; the result still comes, as CANCELLED, when the slot is empty."""
-        self._connection.cancel(self._run_id)
+        self._connection.tell("cancel", self.id)
+
+    def say(self, data: bytes) -> None:
+        """To the harness of an interactive run."""
+        self._connection.tell("say", self.id, data)
+
+    def finish(self, result: ExecutionResult, answer: bytes) -> None:
+        self.answer = answer
+        if not self.result.done():
+            self.result.set_result(result)
+        self.said.put_nowait(b"")
 
 
 def _broken(why: str) -> ExecutionResult:

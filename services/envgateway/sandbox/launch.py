@@ -6,10 +6,10 @@ The first start happens before the gateway has threads. A restart after a crash 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,15 +23,23 @@ import structlog
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.envgateway.sandbox.bare import wire
+from services.envgateway.sandbox.bare.slots import remove_tree
 from services.envgateway.sandbox.slot_users import SlotUsers
 
 log = structlog.get_logger()
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
-_HELLO_TIMEOUT_S = 20.0
+_HELLO_TIMEOUT_S = 60.0
 _PREFIX = "millrace-sandbox-"
 _BARE_FLAGS = ("-I", "-S", "-X", "utf8")
-_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}  # all that a program can find in its own
+# All that a program can find in its own. One thread for numeric libraries: a fork server must not have more.
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 
 @dataclass(slots=True)
@@ -58,10 +66,8 @@ class SupervisorLauncher:
 
     def __init__(self, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> None:
         self._config = config
-        self._tiers = tiers if tiers is not None else ("1", "U")
-        if config.allow_tier_0 and tiers is None:
-            self._tiers = ("1", "U", "0")
-        self._users = SlotUsers(config.num_slots)
+        self._tiers = tiers if tiers is not None else _allowed_tiers(config)
+        self._users = SlotUsers(2 * config.num_slots)  # as many again for the tests that call programs
         _remove_directories_of_the_dead()
         self._base_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         os.chmod(self._base_dir, 0o711)  # slot users pass through, and see nothing of each other
@@ -75,15 +81,18 @@ class SupervisorLauncher:
         """
         tiers = self._tiers
         if not self._users.marks:
-            tiers = tuple(tier for tier in tiers if tier == "1")
+            tiers = tuple(tier for tier in tiers if tier in ("2", "1"))
         ours, theirs = socket.socketpair()
         settings = {
             "channel": theirs.fileno(),
             "tiers": tiers,
             "base_dir": self._base_dir,
             "uids": self._users.uids,
-            "marks": self._users.marks or [0] * self._config.num_slots,
+            "marks": self._users.marks or [0] * 2 * self._config.num_slots,
             "num_slots": self._config.num_slots,
+            "packages": _packages(self._config.packages),
+            "profiles": ["scientific"] if self._config.prewarm_scientific else [],
+            "fork_server_runs": self._config.fork_server_runs,
         }
         boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.main import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start
@@ -115,8 +124,30 @@ class SupervisorLauncher:
         return LaunchedSupervisor(process, ours, hello["tier"], hello["facts"])
 
     def close(self) -> None:
-        shutil.rmtree(self._base_dir, ignore_errors=True)
+        remove_tree(self._base_dir)
         self._users.release()
+
+
+def _allowed_tiers(config: SandboxConfig) -> tuple[str, ...]:
+    """Strongest first."""
+    if config.tier != "auto":
+        return (config.tier,) if config.tier != "0" or config.allow_tier_0 else ()
+    return ("2", "1", "U", "0") if config.allow_tier_0 else ("2", "1", "U")
+
+
+def _packages(names: list[str]) -> dict[str, str]:
+    """Where the installed ones of these packages lie, and the shared libraries that wheels put beside them."""
+    found: dict[str, str] = {}
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        path = Path(spec.submodule_search_locations[0])
+        found[name] = str(path)
+        libraries = path.with_name(f"{name}.libs")
+        if libraries.is_dir():
+            found[libraries.name] = str(libraries)
+    return found
 
 
 def _read_hello(channel: socket.socket) -> dict[str, Any]:
@@ -144,4 +175,4 @@ def _remove_directories_of_the_dead() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
         if match and not os.path.exists(f"/proc/{match[1]}") and path.lstat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(str(path))

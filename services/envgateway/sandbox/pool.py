@@ -4,6 +4,8 @@ Knows nothing about how a program is confined. Each run goes
 
     queue (bounded, with a deadline) → slot → supervisor → result; the slot is free again when the supervisor says so,
     which is when it is empty, also for a run whose caller has gone.
+
+A caller with several runs to do, one after the other, takes a slot's turn once (``lease``).
 """
 
 from __future__ import annotations
@@ -11,19 +13,22 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import structlog
 
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
-from services.envgateway.sandbox.connection import SupervisorConnection
+from services.envgateway.sandbox.connection import SubmittedRun, SupervisorConnection
+from services.envgateway.sandbox.cpp import run_cpp
+from services.envgateway.sandbox.jobs import Job, profile_of, why_unusable
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
+from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
 log = structlog.get_logger()
 
-MAX_CODE_BYTES = 1 << 20
-_ANSWER_GRACE_S = 10.0
 _RESTART_PAUSE_S = 1.0
 
 
@@ -40,9 +45,9 @@ class SandboxPool:
         self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
         self._last_start = 0.0
         self._mean_wall_s = 0.05
-        self._draining: set[asyncio.Future[ExecutionResult]] = set()
         self._closed = False
         self.tier = supervisor.tier
+        self._has_cpp = bool(supervisor.facts["cpp"])
         self.counts: collections.Counter[str] = collections.Counter()
 
     @classmethod
@@ -66,41 +71,52 @@ class SandboxPool:
         Raises:
             CapacityError: too many are waiting, or no slot came free in time; says when to come back.
         """
-        try:
-            code = request.code.encode()
-        except UnicodeEncodeError as error:
-            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=f"the program is no text: {error}")
-        if len(code) > MAX_CODE_BYTES:
-            detail = f"the program has {len(code)} bytes, more than {MAX_CODE_BYTES}"
+        unusable = why_unusable(request.code)
+        if unusable:
+            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=unusable)
+        if request.language not in ("python", "cpp"):
+            detail = f"no language {request.language!r}; there are python and cpp"
             return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail)
+        async with self.lease(queue_timeout_s) as slot:
+            if request.language == "cpp":
+                return await run_cpp(slot, request)
+            source = request.code.encode()
+            job = Job(
+                mode="echo" if request.echo else "program",
+                profile=profile_of(source),
+                source=source,
+                stdin=request.stdin,
+                limits=request.limits.within(self._config),
+            )
+            return (await slot.run(job)).result.result()
+
+    @asynccontextmanager
+    async def lease(self, queue_timeout_s: float = 60.0) -> AsyncIterator[SlotLease]:
+        """A slot's turn: runs within it start at once, one after the other.
+
+        Raises:
+            CapacityError: too many are waiting, or no slot came free in time; says when to come back.
+        """
         await self._take_slot(queue_timeout_s)
-        release = True
+        lease = SlotLease(self)
         try:
-            connection = await self._connected()
-            if isinstance(connection, ExecutionResult):
-                return self._counted(connection)
-            limits = request.limits.within(self._config)
-            submitted = connection.submit(code, request.stdin, limits, request.echo)
-            release = False
-            submitted.result.add_done_callback(self._ended)
-            self._draining.add(submitted.result)
-            try:
-                async with asyncio.timeout(limits["wall_s"] + _ANSWER_GRACE_S):
-                    result = await asyncio.shield(submitted.result)
-            except TimeoutError:
-                log.error("sandbox.supervisor_stalled", waited_s=limits["wall_s"] + _ANSWER_GRACE_S)
-                self._kill_supervisor()
-                return self._counted(
-                    ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail="the supervisor did not answer")
-                )
-            except asyncio.CancelledError:
-                submitted.cancel()
-                raise
-            self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
-            return self._counted(result)
+            yield lease
         finally:
-            if release:
-                self._give_slot()
+            lease.leave()
+
+    @property
+    def config(self) -> SandboxConfig:
+        return self._config
+
+    @property
+    def has_cpp(self) -> bool:
+        """Whether there is a C++ compiler."""
+        return self._has_cpp
+
+    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
+        """For leases: a run on its way, or why there is no supervisor."""
+        connection = await self._connected()
+        return connection if isinstance(connection, ExecutionResult) else connection.submit(job)
 
     async def close(self) -> None:
         """End all runs and the supervisor."""
@@ -157,11 +173,13 @@ class SandboxPool:
                 return
         self._free += 1
 
-    def _ended(self, result: asyncio.Future[ExecutionResult]) -> None:
-        self._draining.discard(result)
+    def slot_is_empty(self) -> None:
+        """For leases: nothing runs under it any more."""
         self._give_slot()
 
-    def _counted(self, result: ExecutionResult) -> ExecutionResult:
+    def count(self, result: ExecutionResult) -> ExecutionResult:
+        """For leases: a run has ended."""
+        self._mean_wall_s += 0.05 * (result.wall_s - self._mean_wall_s)
         self.counts[result.status.value] += 1
         return result
 
@@ -202,6 +220,7 @@ class SandboxPool:
         self.counts["restarts"] += 1
         log.warning("sandbox.restarted", tier=self.tier)
 
-    def _kill_supervisor(self) -> None:
+    def kill_supervisor(self) -> None:
+        """For leases: it does not answer. The next run starts another."""
         if self._supervisor is not None:
             self._supervisor.process.kill()

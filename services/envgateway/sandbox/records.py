@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import enum
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from services.common.config.envgateway import SandboxConfig
 
@@ -22,6 +23,7 @@ class ExecutionStatus(enum.StrEnum):
     MEMORY_LIMIT = "MEMORY_LIMIT"
     OUTPUT_LIMIT = "OUTPUT_LIMIT"
     INVALID_REQUEST = "INVALID_REQUEST"
+    COMPILE_ERROR = "COMPILE_ERROR"  # the source is no program
     CANCELLED = "CANCELLED"
     INFRA_ERROR = "INFRA_ERROR"
 
@@ -40,6 +42,13 @@ class ExecutionLimits:
     processes: int | None = None
     output_bytes: int | None = None  # of each of stdout and stderr
 
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ExecutionLimits:
+        return ExecutionLimits(**data)
+
     def within(self, config: SandboxConfig) -> dict[str, float | int]:
         """Complete limits, cut to what the config allows, as the supervisor reads them."""
         return {
@@ -48,8 +57,11 @@ class ExecutionLimits:
             "memory_bytes": _at_most(self.memory_bytes, config.memory_bytes),
             "processes": _at_most(self.processes, config.num_processes),
             "output_bytes": _at_most(self.output_bytes, config.output_bytes),
+            "answer_bytes": config.answer_bytes,
             "file_bytes": config.file_bytes,
             "open_files": OPEN_FILES,
+            "disk_bytes": config.disk_bytes,
+            "num_files": config.num_files,
         }
 
 
@@ -59,16 +71,32 @@ def _at_most(asked: Number | None, largest: Number) -> Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionRequest:
-    """One Python program.
+    """One program.
 
-    >>> ExecutionRequest(code="print(47*38)").stdin
-    b''
+    >>> request = ExecutionRequest(code="print(47*38)", stdin=b"\\xff")
+    >>> ExecutionRequest.from_json(request.to_json()) == request
+    True
     """
 
     code: str
     stdin: bytes = b""
     limits: ExecutionLimits = field(default_factory=ExecutionLimits)
     echo: bool = False  # also print the value of a trailing expression, as a notebook does
+    language: str = "python"  # or "cpp"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "stdin": base64.b64encode(self.stdin).decode(),
+            "limits": self.limits.to_json(),
+            "echo": self.echo,
+            "language": self.language,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ExecutionRequest:
+        limits = ExecutionLimits.from_json(data["limits"])
+        return ExecutionRequest(**{**data, "stdin": base64.b64decode(data["stdin"]), "limits": limits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +114,21 @@ class ExecutionResult:
     peak_memory_bytes: int = 0
     tier: str = ""
     detail: str = ""  # for people: which limit, or what broke
+
+    def to_json(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in self.__slots__}
+        data["status"] = self.status.value
+        data["stdout"] = base64.b64encode(self.stdout).decode()
+        data["stderr"] = base64.b64encode(self.stderr).decode()
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ExecutionResult:
+        return ExecutionResult(
+            **{
+                **data,
+                "status": ExecutionStatus(data["status"]),
+                "stdout": base64.b64decode(data["stdout"]),
+                "stderr": base64.b64decode(data["stderr"]),
+            }
+        )

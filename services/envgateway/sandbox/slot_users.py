@@ -1,4 +1,4 @@
-"""Users and marks for slots, shared fairly with other gateways on this machine.
+"""Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways' programs.
 
 A slot user is a number without an account. It is held by an abstract socket, which the kernel frees when the gateway
 dies, however it dies; the gateway holds it rather than the supervisor, so that a restarted supervisor finds, and
@@ -12,6 +12,13 @@ import os
 import random
 import resource
 import socket
+from pathlib import Path
+
+import structlog
+
+from services.envgateway.sandbox.bare.slots import kill_user
+
+log = structlog.get_logger()
 
 _FIRST_UID, _NUM_UIDS = 61000, 4000
 _RLIMIT_MSGQUEUE = 12
@@ -23,6 +30,8 @@ class SlotUsers:
 
     def __init__(self, num_slots: int) -> None:
         self._held: list[socket.socket] = []
+        if os.getuid() == 0:
+            _sweep_orphans()
         self.uids: list[int] = self._reserve(num_slots) if os.getuid() == 0 else []
         hard = resource.getrlimit(_RLIMIT_MSGQUEUE)[1]
         highest = 1 << 40 if hard == resource.RLIM_INFINITY else hard
@@ -35,13 +44,8 @@ class SlotUsers:
         uids = []
         for step in range(_NUM_UIDS):
             uid = _FIRST_UID + (start + step) % _NUM_UIDS
-            holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            try:
-                holder.bind(f"\0millrace-slot-user-{uid}")
-            except OSError as error:
-                holder.close()
-                if error.errno != errno.EADDRINUSE:
-                    raise
+            holder = _hold(uid)
+            if holder is None:
                 continue
             self._held.append(holder)
             uids.append(uid)
@@ -53,3 +57,35 @@ class SlotUsers:
         for holder in self._held:
             holder.close()
         self._held.clear()
+
+
+def _hold(uid: int) -> socket.socket | None:
+    """The user for as long as the socket is open; None when another gateway has it."""
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        holder.bind(f"\0millrace-slot-user-{uid}")
+    except OSError as error:
+        holder.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return holder
+
+
+def _sweep_orphans() -> None:
+    """Kill what gateways that were killed have left running: processes of slot users whom nobody holds."""
+    users: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                uid = entry.stat().st_uid
+            except OSError:  # it has ended
+                continue
+            if _FIRST_UID <= uid < _FIRST_UID + _NUM_UIDS:
+                users[uid] = users.get(uid, 0) + 1
+    for uid, count in users.items():
+        holder = _hold(uid)
+        if holder is not None:
+            kill_user(uid)
+            holder.close()
+            log.warning("sandbox.orphans_swept", uid=uid, processes=count)

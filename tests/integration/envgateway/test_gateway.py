@@ -18,7 +18,7 @@ from services.common import errors
 from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.pb import judge_pb2, judge_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.rpc.channel import channel
 from services.common.rpc.status import translated_errors
 from services.envgateway.app import Gateway
@@ -32,6 +32,7 @@ class Clients:
         self.environments = pb_grpc.EnvironmentServiceStub(connection)
         self.code = pb_grpc.CodeExecutionServiceStub(connection)
         self.rewards = pb_grpc.RewardServiceStub(connection)
+        self.judge = judge_pb2_grpc.JudgeServiceStub(connection)
         self.status = status_pb2_grpc.StatusServiceStub(connection)
 
     async def episode(self, environment: str, task: dict[str, Any], request_id: str = "") -> pb.CreateEpisodeResponse:
@@ -84,7 +85,42 @@ async def test_code_is_executed(gateway: Clients) -> None:
     answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(47*38)"), timeout=20)
     assert (answer.status, answer.stdout, answer.exit_code) == (pb.EXECUTION_STATUS_OK, "1786\n", 0)
     assert answer.HasField("exit_code") and not answer.HasField("signal")
-    assert answer.isolation_tier in ("1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
+    assert answer.isolation_tier in ("2", "1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
+
+
+async def test_programs_are_judged_case_by_case_one_at_a_time_or_in_a_batch(gateway: Clients) -> None:
+    cases = [judge_pb2.StdinCase(stdin=text, expected=str(sum(map(int, text.split())))) for text in ("1 2", "3 4")]
+    tests = judge_pb2.StdinTests(cases=cases)
+    right = judge_pb2.JudgeRequest(code="print(sum(map(int, input().split())))", stdin_tests=tests, request_id="right")
+    wrong = judge_pb2.JudgeRequest(code="print(3)", stdin_tests=tests, request_id="wrong")
+    answer = await gateway.judge.Judge(right, timeout=30)
+    assert answer.verdict == judge_pb2.VERDICT_OK and answer.num_cases == 2
+    found = {}
+    async for one in gateway.judge.JudgeBatch(judge_pb2.JudgeBatchRequest(requests=[wrong, right]), timeout=30):
+        found[one.request_id] = [case.verdict for case in one.result.cases]
+    ok, no = judge_pb2.VERDICT_OK, judge_pb2.VERDICT_WRONG_ANSWER
+    assert found == {"right": [ok, ok], "wrong": [ok, no]}
+
+
+@pytest.mark.parametrize(
+    ("completion", "outcome"),
+    [
+        ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```", pb.REWARD_OUTCOME_CORRECT),
+        ("```python\ndef add(a, b):\n    return a - b\n```", pb.REWARD_OUTCOME_WRONG),
+        ("```python\n\n```", pb.REWARD_OUTCOME_UNPARSED),
+        ("I would rather not.", pb.REWARD_OUTCOME_WRONG),
+    ],
+)
+async def test_code_is_rewarded_by_its_tests(gateway: Clients, completion: str, outcome: int) -> None:
+    tests = {
+        "kind": "call",
+        "entry_point": "add",
+        "cases": [{"args": [1, 2], "expected": 3}, {"args": [0, 5], "expected": 5}],
+    }
+    request = pb.ComputeRewardRequest(
+        reward="code", task_json=json.dumps({"tests": tests}).encode(), completion=completion
+    )
+    assert (await gateway.rewards.ComputeReward(request, timeout=30)).outcome == outcome
 
 
 async def test_limits_and_options_travel(gateway: Clients) -> None:
@@ -212,7 +248,7 @@ async def test_status_tells_the_tier(gateway: Clients) -> None:
     await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=20)
     status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
     assert (status.service, status.state) == ("envgateway", "ready")
-    assert status.labels["isolation_tier"] in ("1", "U", "0") and status.gauges["sandbox_ok"] == 1
+    assert status.labels["isolation_tier"] in ("2", "1", "U", "0") and status.gauges["sandbox_ok"] == 1
 
 
 @pytest.mark.slow

@@ -71,10 +71,20 @@ async def test_an_error_shows_the_programs_own_lines_and_numbers(execute: Execut
     assert "bare" not in text
 
 
-@pytest.mark.parametrize("code", ["def", "x = '\0'", "(" * 1_000_000, "import nowhere_at_all"])
-async def test_a_broken_program_is_its_own_error(execute: Execute, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("def", S.COMPILE_ERROR),
+        ("x = '\0'", S.COMPILE_ERROR),
+        ("(" * 1_000_000, S.COMPILE_ERROR),
+        ("print(1)\nreturn 5", S.COMPILE_ERROR),
+        ("import nowhere_at_all", S.RUNTIME_ERROR),
+        ("exec('def')", S.RUNTIME_ERROR),
+    ],
+)
+async def test_a_broken_program_is_its_own_error(execute: Execute, code: str, status: S) -> None:
     result = await execute(code)
-    assert (result.status, result.exit_code) == (S.RUNTIME_ERROR, 1)
+    assert (result.status, result.exit_code, result.stdout) == (status, 1, b"")
     assert b"Error" in result.stderr
 
 

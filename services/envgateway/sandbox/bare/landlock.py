@@ -31,7 +31,9 @@ def abi_version() -> int:
     return max(version, 0)
 
 
-def create_ruleset(abi: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> int:
+def create_ruleset(
+    abi: int, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], executable: Iterable[str] = ()
+) -> int:
     """A rule set's descriptor; paths that do not exist are left out. The rules hold inodes, not names."""
     handled = _ALL_V1
     handled |= _REFER if abi >= 2 else 0
@@ -47,6 +49,8 @@ def create_ruleset(abi: int, readable: Iterable[str], writable: Iterable[str], d
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
     for path in readable:
         _allow(ruleset, path, _READ_FILE | _READ_DIR)
+    for path in executable:
+        _allow(ruleset, path, _EXECUTE | _READ_FILE)
     for path in writable:
         _allow(ruleset, path, handled & ~_EXECUTE & ~_MAKE_DEVICES & ~_IOCTL_DEV)
     for path in devices:

@@ -1,7 +1,8 @@
 """The supervisor's entry: find the strongest tier that really works here, say so, serve.
 
-``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (one per slot, tier 1), marks, num_slots.
-The first frame to the gateway is ``hello`` with the tier, or ``refused`` with why each tier failed.
+``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then as many of companions;
+tiers 2 and 1), marks (as many), num_slots, packages, profiles, fork_server_runs. The first frame to the gateway is ``hello`` with the
+tier, or ``refused`` with why each tier failed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import socket
 import sys
 from typing import Any
 
-from . import landlock, seccomp, wire
+from . import landlock, native, seccomp, wire
 from .run import Limits
 from .slots import Slot
 from .supervisor import Supervisor, become_supervisor
 
+_NAMESPACES = ("mnt", "pid", "net", "ipc", "uts")
 # A real program under the real confinement: imports from disk work, the network is refused, others' files too.
 _PROBE = b"""
 import ctypes, json, os, tempfile, uuid
@@ -29,32 +31,70 @@ for attempt in ("socket.socket()", "open('/proc/1/environ')", "os.kill(1, 0)", "
         refused.append(attempt.partition('(')[0])
 with open("file", "w") as file:
     file.write("x")
-print(json.dumps({"uid": os.getuid(), "refused": refused}))
+namespaces = {}
+for name in ("mnt", "pid", "net", "ipc", "uts"):
+    try:
+        namespaces[name] = os.readlink("/proc/self/ns/" + name)
+    except OSError:
+        pass
+disk = os.statvfs(".")
+print(json.dumps({"uid": os.getuid(), "refused": refused, "namespaces": namespaces,
+                  "disk": disk.f_blocks * disk.f_frsize}))
 """
-_PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 1 << 20, 64)
+_PROBE_DISK_BYTES = 1 << 20
+_PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_DISK_BYTES, 64)
 
 
 def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tuple[Supervisor, list[str]] | str:
     """A supervisor that has run the probe and what was refused in it; or why this tier does not work."""
-    uids = settings["uids"] if tier == "1" else [os.getuid()] * settings["num_slots"]
-    if tier == "1" and not uids:
-        return "tier 1 needs root"
-    slots = [
-        Slot(index, uid, settings["marks"][index], tier == "1", settings["base_dir"]) for index, uid in enumerate(uids)
-    ]
+    own_users = tier in ("2", "1")
+    num_all = 2 * settings["num_slots"]
+    uids = settings["uids"] if own_users else [os.getuid()] * num_all
+    if own_users and not uids:
+        return f"tier {tier} needs root"
+    base_dir = settings["base_dir"]
+    slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
     for slot in slots:
         slot.sweep()
         slot.wipe()
-    supervisor = Supervisor(gateway, tier, slots)
-    head, (stdout, stderr) = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
+    for name in ("root", "packages"):
+        os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
+    zygote = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
+              "runs": settings["fork_server_runs"]}  # fmt: skip
+    half = settings["num_slots"]
+    try:
+        supervisor = Supervisor(gateway, tier, slots[:half], slots[half:], zygote)
+        head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
+    except OSError as error:
+        return f"tier {tier}: {error}"
+    wrong = head["detail"]
     if head["status"] == "OK":
-        seen = json.loads(stdout)
-        if tier == "0" or ("socket.socket" in seen["refused"] and (tier == "U" or seen["uid"] in uids)):
+        seen = json.loads(blobs[0])
+        wrong = _not_confined(tier, seen, uids)
+        if not wrong:
             return supervisor, seen["refused"]
-        head["detail"] = f"the probe was not confined: {seen}"
     supervisor.close()
-    error = stderr.decode(errors="replace").strip().splitlines()
-    return f"tier {tier}: {head['status']} {head['detail']} {error[-1] if error else ''}".strip()
+    said = blobs[1].decode(errors="replace").strip().splitlines()
+    return f"tier {tier}: {head['status']} {wrong} {said[-1] if said else ''}".strip()
+
+
+def _not_confined(tier: str, seen: dict[str, Any], uids: list[int]) -> str:
+    """What the probe found open that this tier promises to be closed; empty when all is well."""
+    if tier == "0":
+        return ""
+    if "socket.socket" not in seen["refused"]:
+        return "the probe could open a socket"
+    if tier in ("2", "1") and seen["uid"] not in uids:
+        return f"the probe ran as user {seen['uid']}"
+    if tier == "2":
+        shared = [
+            name for name in _NAMESPACES if seen["namespaces"].get(name) in (None, os.readlink(f"/proc/self/ns/{name}"))
+        ]
+        if shared:
+            return f"the probe shared our namespaces {shared}"
+        if seen["disk"] > 2 * _PROBE_DISK_BYTES:
+            return f"the probe's work dir was not sized: {seen['disk']} bytes"
+    return ""
 
 
 def main() -> None:
@@ -66,7 +106,13 @@ def main() -> None:
         outcome = _try_tier(gateway, tier, settings)
         if not isinstance(outcome, str):
             supervisor, refused = outcome
-            facts = {"refused": refused, "seccomp": seccomp.is_supported(), "landlock_abi": landlock.abi_version()}
+            supervisor.start_profiles(settings["profiles"])
+            facts = {
+                "refused": refused,
+                "seccomp": seccomp.is_supported(),
+                "landlock_abi": landlock.abi_version(),
+                "cpp": os.access(native.COMPILER, os.X_OK),
+            }
             gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
             supervisor.serve()
             return

@@ -1,4 +1,4 @@
-"""Reading /proc: the tree below a process, what it uses, and the mark of a slot.
+"""Reading /proc: the tree below a process, what it uses and writes, and the mark of a slot.
 
 Knows nothing about runs. Every function takes a process that may be gone by the time it is read.
 """
@@ -70,7 +70,9 @@ def descendants(roots: Iterable[int]) -> list[int]:
     return list(seen)
 
 
-def usage(pids: Iterable[int]) -> Usage:
+def usage(pids: Iterable[int], seen: dict[int, int] | None = None) -> Usage:
+    """``seen`` keeps each process's own CPU ticks from look to look: a program that never waits for its children (or
+    ignores their ends, which makes the kernel forget their time) is charged for what was seen of them."""
     processes, ticks, pages = 0, 0, 0
     for pid in pids:
         data = _read(f"/proc/{pid}/stat")
@@ -79,9 +81,60 @@ def usage(pids: Iterable[int]) -> Usage:
             continue
         # a zombie keeps its accounted time until it is reaped, and holds no memory
         processes += fields[0] != b"Z"
-        ticks += int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+        own = int(fields[11]) + int(fields[12])
+        ticks += own + int(fields[13]) + int(fields[14])
         pages += int(fields[21])
+        if seen is not None:
+            seen[pid] = max(own, seen.get(pid, 0))
+    if seen is not None:
+        ticks = max(ticks, sum(seen.values()))
     return Usage(processes, ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
+
+
+def waited_cpu_s(pid: int) -> float:
+    """CPU time of the children that a process has waited for."""
+    data = _read(f"/proc/{pid}/stat")
+    fields = data[data.rfind(b")") + 2 :].split()
+    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
+
+
+def proportional_bytes(pids: Iterable[int]) -> int:
+    """Memory with each shared page counted once, divided among those who share it (PSS); slower than ``usage``."""
+    total = 0
+    for pid in pids:
+        for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+            if line.startswith(b"Pss:"):
+                total += int(line.split()[1]) * 1024
+                break
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    fields = _read(f"/proc/{pid}/statm").split()
+    return int(fields[1]) * _PAGE_BYTES if len(fields) > 1 else 0
+
+
+def written_bytes(pid: int) -> int:
+    """Bytes that a process and the children it has waited for caused to be written to disk; 0 when unknown."""
+    for line in _read(f"/proc/{pid}/io").splitlines():
+        if line.startswith(b"write_bytes:"):
+            return int(line.split()[1])
+    return 0
+
+
+def is_live_child(pid: int) -> bool:
+    """Whether a child of ours has not ended; it may be reaped later all the same."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def user(pid: int) -> int:

@@ -14,58 +14,90 @@ import os
 import sys
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
+from .messages import NO_COMPILE_NOTE, OUT_OF_MEMORY_NOTE
+
 FILENAME = "<program>"
-OUT_OF_MEMORY = b"M"
 _LONGEST_SHOWN_LINE = 1000
 
 
 def run(source: bytes, echo: bool, note_fd: int) -> int:
-    """The program's exit code. ``note_fd`` is told of an uncaught MemoryError, which is a verdict of its own."""
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
-    sys.argv = [FILENAME]
+    """The program's exit code. ``note_fd`` is told what is a verdict of its own: no compile, uncaught MemoryError."""
+    main = new_main("__main__")
     streams = [sys.stdout, sys.stderr]
     code = 1
     try:
-        code = _guarded(_execute, source, echo, main, note_fd)
+        code = guarded(lambda: _execute(source, echo, main, note_fd), note_fd)
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
         main.__dict__.clear()  # __del__ of the program's objects may still print
     except BaseException:  # noqa: BLE001 - an error while ending: reported, and the exit code stays
-        _report(sys.exc_info()[1], note_fd)
-    for stream in dict.fromkeys([sys.stdout, sys.stderr, *streams]):  # also when the program put others in their place
+        report(sys.exc_info()[1], note_fd)
+    flush([sys.stdout, sys.stderr, *streams])  # also when the program put others in their place
+    return code
+
+
+def new_main(name: str) -> types.ModuleType:
+    """An empty module that stands for the program."""
+    main = types.ModuleType(name)
+    main.__dict__["__builtins__"] = builtins
+    sys.modules[name] = main
+    sys.argv = [FILENAME]
+    return main
+
+
+def flush(streams: list[Any]) -> None:
+    for stream in dict.fromkeys(streams):
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):  # closed by the program, or not a stream
             pass
-    return code
 
 
-def _guarded(function: Any, source: bytes, echo: bool, main: types.ModuleType, note_fd: int) -> int:
+def guarded(function: Callable[[], None], note_fd: int) -> int:
+    """The exit code that the interpreter would give for what the function does."""
     try:
-        function(source, echo, main)
+        function()
     except SystemExit as exit_request:
         return _exit_code(exit_request)
     except BaseException as error:  # noqa: BLE001 - whatever a stranger's program may raise
-        _report(error, note_fd)
+        report(error, note_fd)
         return 1
     return 0
 
 
-def _execute(source: bytes, echo: bool, main: types.ModuleType) -> None:
+def compiled(source: bytes, note_fd: int, flags: int = 0) -> Any:
+    """Code, or with ``ast.PyCF_ONLY_AST`` a tree; the note is told of a program that is none."""
+    try:
+        # as text, so that no encoding cookie reads it in another way than it was sent
+        text = source.decode().removeprefix("\ufeff")
+        return compile(text, FILENAME, "exec", flags, dont_inherit=True)
+    except BaseException:
+        note(note_fd, NO_COMPILE_NOTE)
+        raise
+
+
+def note(note_fd: int, what: bytes) -> None:
+    try:
+        os.write(note_fd, what)
+    except OSError:  # the program closed it: then it is an ordinary error
+        pass
+
+
+def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int) -> None:
     if not echo:
-        exec(compile(source, FILENAME, "exec", dont_inherit=True), main.__dict__)
+        exec(compiled(source, note_fd), main.__dict__)
         return
-    tree = compile(source, FILENAME, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    tree = compiled(source, note_fd, ast.PyCF_ONLY_AST)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
-        exec(compile(tree, FILENAME, "exec", dont_inherit=True), main.__dict__)
+        exec(compiled(source, note_fd), main.__dict__)
         return
+    compiled(source, note_fd)  # what only the compiler finds, such as a return outside of a function
     tree.body.pop()
     body = compile(tree, FILENAME, "exec", dont_inherit=True)
     future_flags = body.co_flags & _FUTURE_FLAGS
@@ -86,14 +118,12 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _report(error: BaseException | None, note_fd: int) -> None:
+def report(error: BaseException | None, note_fd: int) -> None:
+    """The traceback as the interpreter prints it, without frames that are not the program's."""
     if error is None:
         return
     if isinstance(error, MemoryError):
-        try:
-            os.write(note_fd, OUT_OF_MEMORY)
-        except OSError:  # the program closed it: then it is an ordinary error
-            pass
+        note(note_fd, OUT_OF_MEMORY_NOTE)
     if isinstance(error, SyntaxError) and len(error.text or "") > _LONGEST_SHOWN_LINE:
         error.text = None
     trace = error.__traceback__
@@ -108,7 +138,7 @@ def _report(error: BaseException | None, note_fd: int) -> None:
 def warm_up() -> None:
     """Do once, before any fork, what a first compile and a first traceback set up: 1 ms that no child pays again."""
     namespace: dict[str, Any] = {"__builtins__": builtins}
-    compile(b"x", FILENAME, "exec", ast.PyCF_ONLY_AST)
+    compile("x", FILENAME, "exec", ast.PyCF_ONLY_AST)
     exec(compile(_EXAMPLE, FILENAME, "exec", dont_inherit=True), namespace)
     try:
         namespace["fail"]()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from dataclasses import dataclass
 from typing import Any
 
-from . import procfs
-from .program import OUT_OF_MEMORY
+from . import messages, procfs
+from .forkserver import Zygote
+from .quota import DiskQuota
 from .slots import Slot
-from .zygote import FAILED_TAG, READY, READY_TAG
 
 _FIRST_LOOK_S = 0.010
 _LOOK_EVERY_S = 0.010
 _LATER_LOOK_EVERY_S = 0.020
+_START_TIMEOUT_S = 30.0  # a fork server that is still importing; the run's own time begins with its process
+_F_SETPIPE_SZ = 1031
+_LARGEST_PIPE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,12 @@ class Limits:
     cpu_s: float
     memory_bytes: int
     processes: int
-    output_bytes: int
+    output_bytes: int  # of each of stdout and stderr
+    answer_bytes: int  # of what a harness answers
     file_bytes: int
     open_files: int
+    disk_bytes: int
+    num_files: int
 
 
 class Output:
@@ -39,12 +46,17 @@ class Output:
         self.truncated = False
         self.open = True
         self._cap = cap
+        if cap > 65536:
+            try:
+                fcntl.fcntl(fd, _F_SETPIPE_SZ, min(cap, _LARGEST_PIPE))
+            except OSError:  # a smaller pipe is only slower
+                pass
 
     def drain(self) -> None:
         """Read what is there. Past the cap nothing is kept, and one read is enough to know it."""
         while self.open and not self.truncated:
             try:
-                chunk = os.read(self.fd, 65536)
+                chunk = os.read(self.fd, 1 << 18)
             except BlockingIOError:
                 return
             if not chunk:
@@ -53,6 +65,13 @@ class Output:
             room = self._cap - len(self.data)
             self.data += chunk[:room]
             self.truncated = len(chunk) > room
+
+    def take(self) -> bytes:
+        """What has come since the last call; the cap goes on counting it."""
+        data = bytes(self.data)
+        self.data.clear()
+        self._cap -= len(data)
+        return data
 
     def close(self) -> None:
         if self.open:
@@ -63,16 +82,19 @@ class Output:
 class Run:
     """Between Start and Ended it is looked at; between Ended and the answer its slot is emptied."""
 
-    def __init__(self, run_id: int, slot: Slot, limits: Limits, fds: tuple[int, int, int], now: float) -> None:
+    def __init__(self, run_id: int, slot: Slot, limits: Limits, fds: tuple[int, int, int, int], now: float) -> None:
         self.id = run_id
         self.slot = slot
         self.limits = limits
         self.stdout = Output(fds[0], limits.output_bytes)
         self.stderr = Output(fds[1], limits.output_bytes)
+        self.answer = Output(fds[3], limits.answer_bytes)
+        self.zygote: Zygote  # set by the supervisor before anything is asked of the run
         self._note_fd = fds[2]
         self._note = b""
         self.pid: int | None = None
         self.started = now
+        self._start_deadline = now + _START_TIMEOUT_S
         self.next_look = now + min(_FIRST_LOOK_S, limits.wall_s)
         self.stop_status: str | None = None  # why the supervisor killed it
         self.detail = ""
@@ -80,54 +102,86 @@ class Run:
         self.wait_status = 0
         self.cpu_s = 0.0
         self.strays_cpu_s = 0.0
+        self.adopted_before_s = 0.0  # what the slot's room had waited for before this run
         self.peak_memory_bytes = 0
+        self._seen_ticks: dict[int, int] = {}
+        self._quota = None if slot.has_own_disk else DiskQuota(slot.work_dir, limits.disk_bytes, limits.num_files, now)
+
+    def begin(self, pid: int, now: float) -> None:
+        """The fork server has forked it: its time runs from here."""
+        self.pid = pid
+        self.started = now
+        self.next_look = now + min(_FIRST_LOOK_S, self.limits.wall_s)
 
     @property
     def deadline(self) -> float:
-        return self.started + self.limits.wall_s
+        return self.started + self.limits.wall_s if self.pid is not None else self._start_deadline
+
+    def drain(self) -> None:
+        self.stdout.drain()
+        self.stderr.drain()
+        self.answer.drain()
 
     def look(self, now: float, strays: list[int]) -> str | None:
         """Read output and measure; a status when a limit is passed."""
-        self.stdout.drain()
-        self.stderr.drain()
-        if self.stdout.truncated or self.stderr.truncated:
+        self.drain()
+        if self._printed_too_much():
             return "OUTPUT_LIMIT"
         if now >= self.deadline:
-            self.detail = "wall time"
-            return "TIME_LIMIT"
+            self.detail = "wall time" if self.pid is not None else "the fork server did not fork"
+            return "TIME_LIMIT" if self.pid is not None else "INFRA_ERROR"
         every = _LOOK_EVERY_S if now - self.started < 0.2 else _LATER_LOOK_EVERY_S
         self.next_look = min(now + every, self.deadline)
         self.read_note()
         if self.pid is None:
             return None
-        used = procfs.usage(procfs.descendants([self.pid, *strays]))
-        self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes)
+        family = procfs.descendants([self.pid, *strays])
+        used = procfs.usage(family, self._seen_ticks)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
             self.detail = "more processes than allowed"
             return "RUNTIME_ERROR"
-        if used.resident_bytes > self.limits.memory_bytes:
+        if used.resident_bytes > self.limits.memory_bytes and self._shares_too_much(family, used.resident_bytes):
             return "MEMORY_LIMIT"
         if self.cpu_s > self.limits.cpu_s:
             self.detail = "CPU time"
             return "TIME_LIMIT"
+        return self.look_at_disk(now, family)
+
+    def look_at_disk(self, now: float, family: list[int], last: bool = False) -> str | None:
+        over = self._quota.exceeded(now, family, last) if self._quota is not None else ""
+        if over:
+            self.detail = f"disk quota: {over}"
+            return "RUNTIME_ERROR"
         return None
 
+    def _shares_too_much(self, family: list[int], resident_bytes: int) -> bool:
+        """The sum of resident sets counts a page that children share once for each: decide by the shares."""
+        if len(family) > 1:
+            resident_bytes = procfs.proportional_bytes(family)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, resident_bytes)
+        return resident_bytes > self.limits.memory_bytes
+
+    def _printed_too_much(self) -> bool:
+        if self.answer.truncated:
+            self.detail = "the answer is too large"
+        return self.stdout.truncated or self.stderr.truncated or self.answer.truncated
+
     def read_note(self) -> None:
-        """The child's own channel: ready (and its pid), failed, or out of memory."""
+        """The child's own channel: ready or failed, then what is a verdict of its own."""
+        if len(self._note) > 64:
+            return
         try:
             self._note += os.read(self._note_fd, 4096)
         except BlockingIOError:
             pass
-        if self.pid is None and self._note[:1] == READY_TAG and len(self._note) >= READY.size:
-            self.pid = READY.unpack_from(self._note)[1]
 
     def close(self) -> None:
-        self.stdout.drain()
-        self.stderr.drain()
+        self.drain()
         self.read_note()
-        self.stdout.close()
-        self.stderr.close()
+        for stream in (self.stdout, self.stderr, self.answer):
+            stream.close()
         os.close(self._note_fd)
 
     def result(self, tier: str) -> tuple[dict[str, Any], list[bytes]]:
@@ -148,18 +202,24 @@ class Run:
             "tier": tier,
             "detail": self.detail,
         }
-        return head, [bytes(self.stdout.data), bytes(self.stderr.data)]
+        return head, [bytes(self.stdout.data), bytes(self.stderr.data), bytes(self.answer.data)]
 
     def _status(self, wait_signal: int | None, exit_code: int | None) -> str:
         if self.stop_status is not None:
             return self.stop_status
-        if self.stdout.truncated or self.stderr.truncated:
+        if self._printed_too_much():
             return "OUTPUT_LIMIT"
-        if self.pid is None:
-            reason = self._note[1:].decode(errors="replace") if self._note[:1] == FAILED_TAG else "never became ready"
+        if not self._note.startswith(messages.READY_NOTE):
+            failed = self._note.startswith(messages.FAILED_NOTE)
+            reason = self._note[1:].decode(errors="replace") if failed else "never became ready"
             self.detail = f"confinement failed: {reason}"
             return "INFRA_ERROR"
-        if self.peak_memory_bytes > self.limits.memory_bytes or OUT_OF_MEMORY in self._note[READY.size :]:
+        if self.peak_memory_bytes > self.limits.memory_bytes:
+            return "MEMORY_LIMIT"
+        notes = self._note[1:64]
+        if messages.NO_COMPILE_NOTE in notes and exit_code != 0:
+            return "COMPILE_ERROR"
+        if messages.OUT_OF_MEMORY_NOTE in notes:
             return "MEMORY_LIMIT"
         if wait_signal is None and exit_code == 0:
             return "OK"

@@ -159,9 +159,22 @@ _REFUSE = _instruction(_RET, _RET_ERRNO | errno.EPERM)
 _ALLOW = _instruction(_RET, _RET_ALLOW)
 
 
-def _common_filter(keep_unshare: bool) -> bytes:
+_NEW_NS = 0x00020000
+_EXECUTING = ("execve", "execveat")
+# Of a fork server at tier 2, for its children's first steps; their own user then lacks the capability for any of it.
+_NAMESPACING = ("setns", "mount")
+
+
+def _common_filter(tier: str, may_execute: bool) -> bytes:
     """What no process of the sandbox needs once it is up, fork server and children alike."""
     number = _numbers(_ARGUMENT_FILTERED)
+    refused_numbers = _numbers(
+        {
+            name: numbers
+            for name, numbers in _REFUSED.items()
+            if not (may_execute and name in _EXECUTING) and not (tier == "2" and name in _NAMESPACING)
+        }
+    )
     parts = [
         _instruction(_LD_W_ABS, _OFFSET_ARCH),
         _instruction(_JEQ, _ARCHITECTURES[machine()], 1, 0),
@@ -170,9 +183,17 @@ def _common_filter(keep_unshare: bool) -> bytes:
     ]
     if machine() == "x86_64":  # the x32 calling convention would slip past the numbers below
         parts += [_instruction(_JGE, 0x40000000, 0, 1), _instruction(_RET, _RET_ERRNO | errno.ENOSYS)]
-    for refused in _numbers(_REFUSED).values():
+    for refused in refused_numbers.values():
         parts += [_instruction(_JEQ, refused, 0, 1), _REFUSE]
-    if not keep_unshare:
+    if tier == "2":  # a mount namespace only; never a user namespace, which would hand out capabilities
+        parts += [
+            _instruction(_JEQ, number["unshare"], 0, 4),
+            _instruction(_LD_W_ABS, _OFFSET_ARG0),
+            _instruction(_JEQ, _NEW_NS, 1, 0),
+            _REFUSE,
+            _ALLOW,
+        ]
+    elif tier != "U":
         parts += [_instruction(_JEQ, number["unshare"], 0, 1), _REFUSE]
     parts += [
         # glibc falls back to clone, whose flags can be read here; clone3 takes them from memory
@@ -230,9 +251,9 @@ def _child_filter(pid: int, processes: bool) -> bytes:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def refuse_common(keep_unshare: bool) -> None:
+def refuse_common(tier: str, may_execute: bool) -> None:
     """Install the long filter, once, in the process that forks; children inherit it for nothing."""
-    _install(_common_filter(keep_unshare))
+    _install(_common_filter(tier, may_execute))
 
 
 def refuse_for_child(processes: bool = False) -> None:

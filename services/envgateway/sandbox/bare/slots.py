@@ -11,16 +11,19 @@ import signal
 import stat
 
 from . import procfs
+from .jail import Room
 
 
 class Slot:
-    """``uid`` is the slot's own user at tier 1 and the gateway's elsewhere."""
+    """``uid`` is the slot's own user at tiers 2 and 1 and the gateway's elsewhere."""
 
-    def __init__(self, index: int, uid: int, mark: int, own_user: bool, base_dir: str) -> None:
+    def __init__(self, index: int, uid: int, mark: int, tier: str, base_dir: str) -> None:
         self.index = index
         self.uid = uid
         self.mark = mark
-        self.own_user = own_user
+        self.own_user = tier in ("2", "1")
+        self.has_own_disk = tier == "2"
+        self._room: Room | None = None
         self._wipes = 0
         self.directory = os.path.join(base_dir, f"slot-{index}")
         self.work_dir = os.path.join(self.directory, "work")
@@ -34,8 +37,31 @@ class Slot:
         if self.own_user:
             os.chown(self.work_dir, self.uid, self.uid)
 
+    def room(self) -> Room:
+        """Tier 2: the slot's pid namespace, made when it is first asked for and again when its first process died."""
+        if self.lost_its_room():
+            self.close()
+        if self._room is None:
+            self._room = Room()
+        return self._room
+
+    def lost_its_room(self) -> bool:
+        """Whether the room has died, which kills whatever was in it."""
+        return self._room is not None and not procfs.is_live_child(self._room.pid)
+
+    def adopted_cpu_s(self) -> float:
+        """CPU time of dead orphans, which the room has waited for since it was made."""
+        return procfs.waited_cpu_s(self._room.pid) if self._room is not None else 0.0
+
+    def close(self) -> None:
+        if self._room is not None:
+            self._room.close()
+            self._room = None
+
     def wipe(self) -> None:
         """Leave an empty work dir behind, whatever the program made of it."""
+        if self.has_own_disk:  # it went with the last process that could see it
+            return
         try:
             state = os.lstat(self.work_dir)
             untouched = (
@@ -52,16 +78,18 @@ class Slot:
         self._make_work_dir()
         for name in os.listdir(self.directory):
             if name != "work":
-                _remove(os.path.join(self.directory, name))
+                remove_tree(os.path.join(self.directory, name))
 
     def strays(self, strangers: list[int]) -> list[int]:
-        """Those of the processes that belong to this slot."""
+        """Those of the processes that belong to this slot; at tier 2 whatever its room has adopted."""
+        if self._room is not None:
+            return procfs.children(self._room.pid)
         if self.own_user:
             return [pid for pid in strangers if procfs.user(pid) == self.uid]
         return [pid for pid in strangers if procfs.mark(pid) == self.mark]
 
     def kill(self, strays: list[int]) -> None:
-        """Kill the strays and all below them; at tier 1 everything of the slot's user, in one call."""
+        """Kill the strays and all below them; at tiers 2 and 1 everything of the slot's user, in one call."""
         if self.own_user:
             kill_user(self.uid)
             return
@@ -103,7 +131,7 @@ def kill_user(uid: int) -> None:
     os.waitpid(helper, 0)
 
 
-def _remove(path: str) -> None:
+def remove_tree(path: str) -> None:
     """Remove a tree that a stranger has made: closed directories, any depth, links not followed."""
 
     def open_up_and_retry(function: object, failed: str, _: object) -> None:
@@ -121,7 +149,7 @@ def _remove(path: str) -> None:
             shutil.rmtree(path, onerror=open_up_and_retry)
         else:
             os.unlink(path)
-    except OSError:  # left for the gateway's own end, which removes the directory above
+    except OSError:  # left for whoever removes the directory above
         pass
 
 

@@ -1,7 +1,8 @@
 """The supervisor: holds every limit, decides every verdict, and leaves every slot empty.
 
 One thread, one epoll loop, started before the gateway has any thread. It is the child subreaper, so whatever a
-program leaves running becomes its child and is found. It answers one gateway and ends, with all runs, when that goes.
+program leaves running becomes its child (at tier 2 the child of the slot's room) and is found. It answers one gateway
+and ends, with all runs, when that goes.
 
 Invariant: an answer is sent only when the run's slot has no process and an empty work dir.
 """
@@ -14,73 +15,66 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
-from . import procfs, wire
+from . import messages, procfs, wire
+from .conversation import Conversation
+from .forkserver import ForkServers, Zygote
+from .messages import Start
 from .run import Limits, Run
 from .slots import Slot
-from .zygote import ENDED, KILL, REQUEST, START
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANING_LOOK_S = 0.002
 _COUNT_USER_EVERY_S = 1.0
-_MAX_ZYGOTE_DEATHS = 5  # in a row, without one program ended
-_LOWEST_CHANNEL_FD = 10  # below are the descriptors that a zygote gives fixed numbers
-
-
-class ZygoteDied(Exception):
-    """The fork server has gone; its runs have no verdict."""
 
 
 class Supervisor:
-    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
+    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``).
 
-    def __init__(self, gateway: socket.socket, tier: str, slots: list[Slot]) -> None:
+    ``slots`` are for programs, ``companions`` for the tests that call them; one of each per run of the gateway's.
+    """
+
+    def __init__(
+        self, gateway: socket.socket, tier: str, slots: list[Slot], companions: list[Slot], zygote: dict[str, Any]
+    ) -> None:
         self._gateway = gateway
         self._tier = tier
-        self._slots = slots
+        self._slots = [*slots, *companions]
         self._free = list(slots)
+        self._free_companions = list(companions)
+        self._companions = frozenset(slot.index for slot in companions)
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
+        self._conversations: dict[int, Conversation] = {}
         self._outgoing = bytearray()
         self._frames = wire.FrameReader()
         self._pid = os.getpid()
-        self._zygote_deaths = 0
         self._user_tasks = 0
         self._count_again = 0.0
         self._epoll = select.epoll()
         self._epoll.register(gateway, select.EPOLLIN)
         self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        self._start_zygote()
+        self._forks = ForkServers(
+            self._epoll, {**zygote, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots]}
+        )
+        self._forks.start("plain")
 
-    # -- the fork server ----------------------------------------------------------------------------------------
+    def start_profiles(self, profiles: list[str]) -> None:
+        """Start their fork servers now rather than at the first run that asks for them."""
+        for profile in profiles:
+            self._forks.start(profile)
 
-    def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fd = fcntl.fcntl(theirs, fcntl.F_DUPFD, _LOWEST_CHANNEL_FD)
-        theirs.close()
-        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        boot = f"import sys; sys.path.append({package!r}); from bare.zygote import main; main()"
-        arguments = [sys.executable, *BARE_FLAGS, "-c", boot, str(fd), self._tier, *(s.directory for s in self._slots)]
-        self._zygote_pid = os.posix_spawn(sys.executable, arguments, dict(os.environ))
-        os.close(fd)
-        self._zygote = ours
-        self._epoll.register(ours, select.EPOLLIN)
-
-    def _zygote_died(self) -> None:
+    def _zygote_died(self, zygote: Zygote) -> None:
         """Its children die with it (parent-death signal); their runs are the machine's failure, not the program's."""
-        self._epoll.unregister(self._zygote)
-        self._zygote.close()
-        self._zygote_deaths += 1
-        if self._zygote_deaths > _MAX_ZYGOTE_DEATHS:
-            raise ZygoteDied(f"the fork server died {self._zygote_deaths} times in a row")
-        for run in list(self._runs.values()):
-            run.stop_status = "INFRA_ERROR"
-            run.detail = "the fork server died"
-            self._begin_cleaning(run, time.monotonic())
-        self._start_zygote()
+        for run_id in self._forks.died(zygote):
+            if run_id in self._runs:
+                run = self._runs[run_id]
+                run.stop_status = "INFRA_ERROR"
+                run.detail = "the fork server died"
+                self._begin_cleaning(run, time.monotonic())
+        self._forks.zygote(zygote.profile)
 
     # -- loop ---------------------------------------------------------------------------------------------------
 
@@ -90,11 +84,13 @@ class Supervisor:
             pass
         for slot in self._slots:
             slot.sweep()
+            slot.close()
 
     def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """One run without a gateway: the start-up probe."""
         self._epoll.unregister(self._gateway)
-        self._start(0, limits, source, b"", False)
+        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "companion": False},
+                    limits, source, b"", b"")  # fmt: skip
         while not self._outgoing:
             self._turn()
         frame = next(wire.FrameReader().feed(bytes(self._outgoing)))
@@ -103,9 +99,9 @@ class Supervisor:
         return frame
 
     def close(self) -> None:
-        self._epoll.unregister(self._zygote)
-        self._zygote.close()
-        os.waitpid(self._zygote_pid, 0)
+        self._forks.close()
+        for slot in self._slots:
+            slot.close()
 
     def _turn(self) -> bool:
         now = time.monotonic()
@@ -115,13 +111,16 @@ class Supervisor:
         elif self._runs:
             wait = max(0.0, min(run.next_look for run in self._runs.values()) - now)
         for fd, event in self._epoll.poll(wait):
-            if fd == self._zygote.fileno():
-                self._receive_ended()
+            zygote = self._forks.of_fd(fd)
+            if zygote is not None:
+                self._receive_from(zygote)
             elif fd == self._gateway.fileno():
                 if event & select.EPOLLOUT:
                     self._flush()
                 if event & ~select.EPOLLOUT and not self._receive_requests():
                     return False
+            else:
+                self._converse(fd)
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
         if due:
@@ -133,8 +132,10 @@ class Supervisor:
         return True
 
     def _look(self, run: Run, now: float, strangers: list[int]) -> None:
-        strays = run.slot.strays(strangers) if strangers else []
-        status = run.look(now, strays)
+        run.strays_cpu_s = max(run.strays_cpu_s, run.slot.adopted_cpu_s() - run.adopted_before_s)
+        status = run.look(now, run.slot.strays(strangers))
+        if run.id in self._conversations:
+            self._pass_on(self._conversations[run.id])
         if status is not None:
             self._stop(run, status)
 
@@ -142,10 +143,7 @@ class Supervisor:
         if run.stop_status is None:
             run.stop_status = status
         # asked of the zygote, which alone knows that the pid is not yet somebody else's
-        try:
-            self._zygote.send(REQUEST.pack(KILL, run.id, 0, 0, False, 0.0, 0, 0, 0, 0, 0))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # its end of file is the next event
+        run.zygote.send(messages.kill(run.id))
         run.next_look = time.monotonic() + 0.05
 
     # -- the gateway's side -------------------------------------------------------------------------------------
@@ -159,7 +157,9 @@ class Supervisor:
             return False
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "run":
-                self._start(head["id"], Limits(**head["limits"]), blobs[0], blobs[1], head["echo"])
+                self._start(head, Limits(**head["limits"]), *blobs)
+            elif head["kind"] == "say" and head["id"] in self._conversations:
+                self._conversations[head["id"]].say(blobs[0])
             elif head["kind"] == "cancel" and head["id"] in self._runs:
                 self._stop(self._runs[head["id"]], "CANCELLED")
         return True
@@ -179,29 +179,50 @@ class Supervisor:
         del self._outgoing[:sent]
         self._epoll.modify(self._gateway, select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
 
+    def _converse(self, fd: int) -> None:
+        for conversation in list(self._conversations.values()):
+            if fd == conversation.ask_fd:
+                conversation.flush()
+            elif fd == conversation.answer_fd:
+                self._pass_on(conversation)
+
+    def _pass_on(self, conversation: Conversation) -> None:
+        said = conversation.hear()
+        if said:
+            self._send({"kind": "said", "id": conversation.run.id}, [said])
+
     # -- runs ---------------------------------------------------------------------------------------------------
 
-    def _start(self, run_id: int, limits: Limits, source: bytes, stdin: bytes, echo: bool) -> None:
-        slot = self._free.pop()
+    def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
+        slot = (self._free_companions if head["companion"] else self._free).pop()
         source_fd = _sealed(source)
         stdin_fd = _sealed(stdin) if stdin else self._devnull
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
-        out, err, note = (read_end for read_end, _ in pipes)
-        run = Run(run_id, slot, limits, (out, err, note), time.monotonic())
-        self._runs[run_id] = run
-        request = REQUEST.pack(
-            START, run_id, slot.index, slot.uid, echo, limits.cpu_s, limits.memory_bytes,
-            limits.processes + self._others_of_user(), limits.file_bytes, limits.open_files, slot.mark,
+        out, err, note, answer = (read_end for read_end, _ in pipes)
+        run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
+        run.zygote = self._forks.zygote(head["profile"])
+        run.adopted_before_s = slot.adopted_cpu_s()
+        self._runs[run.id] = run
+        if head["interactive"]:
+            ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
+            self._conversations[run.id] = Conversation(self._epoll, run, say_fd, payload)
+        else:
+            ask_fd = _sealed(payload) if payload else self._devnull
+        message = messages.START_STRUCT.pack(
+            *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
+                   limits.memory_bytes, limits.processes + self._others_of_user(), limits.file_bytes,
+                   limits.open_files, limits.disk_bytes, limits.num_files, slot.mark)
         )  # fmt: skip
         write_ends = [write_end for _, write_end in pipes]
-        try:
-            socket.send_fds(self._zygote, [request], [source_fd, stdin_fd, *write_ends])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # its end of file is the next event, and marks this run with the others
-        for fd in [source_fd, *write_ends, *([stdin_fd] if stdin else [])]:
-            os.close(fd)
+        fds = [source_fd, stdin_fd, *write_ends[:3], ask_fd, write_ends[3]]
+        namespace = [slot.room().namespace_fd] if slot.has_own_disk else []
+        run.zygote.runs.add(run.id)
+        run.zygote.send(message, [*fds, *namespace])
+        for fd in fds:
+            if fd != self._devnull:
+                os.close(fd)
 
     def _others_of_user(self) -> int:
         """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
@@ -216,23 +237,24 @@ class Supervisor:
             self._count_again = now + _COUNT_USER_EVERY_S
         return self._user_tasks
 
-    def _receive_ended(self) -> None:
-        try:
-            data = self._zygote.recv(ENDED.size)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self._zygote_died()
+    def _receive_from(self, zygote: Zygote) -> None:
+        message = self._forks.receive(zygote)
+        if message is None:
+            self._zygote_died(zygote)
             return
-        self._zygote_deaths = 0
-        run_id, wait_status, cpu_s, peak = ENDED.unpack(data)
+        kind, run_id, pid, wait_status, cpu_s, peak = message
         run = self._runs.get(run_id)
         if run is None:
             return
+        now = time.monotonic()
+        if kind == messages.STARTED:
+            run.begin(pid, now)
+            return
         run.wait_status = wait_status
+        if run.slot.lost_its_room() and run.stop_status is None:
+            run.stop_status, run.detail = "INFRA_ERROR", "the slot's first process died"
         run.cpu_s = max(run.cpu_s, cpu_s + run.strays_cpu_s)
         run.peak_memory_bytes = max(run.peak_memory_bytes, peak)
-        now = time.monotonic()
         self._begin_cleaning(run, now)
         self._clean(run, now)
 
@@ -240,12 +262,17 @@ class Supervisor:
         del self._runs[run.id]
         self._cleaning[run.id] = run
         run.ended = now
+        conversation = self._conversations.pop(run.id, None)
+        if conversation is not None:
+            self._pass_on(conversation)
+            conversation.close()
+        if run.stop_status is None:
+            run.stop_status = run.look_at_disk(now, [], last=True)
 
     def _clean(self, run: Run, now: float) -> None:
         """Answer if the slot is empty; else kill what is there and look again soon."""
         self._reap()
-        strangers = self._strangers()
-        strays = run.slot.strays(strangers) if strangers else []
+        strays = run.slot.strays(self._strangers())
         if strays:
             used = procfs.usage(procfs.descendants(strays))
             run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
@@ -254,12 +281,15 @@ class Supervisor:
         del self._cleaning[run.id]
         run.close()
         run.slot.wipe()
-        self._free.append(run.slot)
+        (self._free_companions if run.slot.index in self._companions else self._free).append(run.slot)
         self._send(*run.result(self._tier))
 
     def _strangers(self) -> list[int]:
-        """Children of ours that are not the zygote: what programs left behind."""
-        return [pid for pid in procfs.children(self._pid) if pid != self._zygote_pid]
+        """Children of ours that belong to us no more: what programs left behind. At tier 2 the rooms adopt them."""
+        if self._tier == "2":
+            return []
+        zygotes = self._forks.pids
+        return [pid for pid in procfs.children(self._pid) if pid not in zygotes]
 
     def _reap(self) -> None:
         """Collect dead strays, and charge them to the run whose user they ran as."""
@@ -288,7 +318,6 @@ def _sealed(data: bytes) -> int:
 
 
 _F_ADD_SEALS, _SEAL_ALL = 1033, 0xF  # seal, shrink, grow, write
-BARE_FLAGS = ("-I", "-S", "-X", "utf8")
 
 
 def become_supervisor() -> None:

@@ -1,57 +1,96 @@
-"""The fork server: a warm interpreter that forks one confined child per program and says how each ended.
+"""The fork server: a warm interpreter that forks one confined child per run and says how each ended.
 
 It is handed descriptors, never contents: a program's text is read by its child, so no child finds another's
 program, input or output in the memory that it inherits. Limits are the supervisor's business.
 
-    supervisor → zygote   Start + five descriptors (program, stdin, stdout, stderr, note), or Kill
-    zygote → supervisor   Ended, once per Start
+A profile says what is warm: ``plain`` the common part of the standard library, ``scientific`` numpy and sympy on top,
+``native`` nothing: its children may execute, and become the compiler or what it made.
 """
 
 from __future__ import annotations
 
 import _signal
 import gc
+import json
 import os
 import select
 import signal
 import socket
-import struct
 import sys
+from typing import Any
 
-from . import program
-from .confine import ChildLimits, Confinement
+from . import calls, checker, messages, native, procfs, program
+from .confine import Confinement
+from .messages import ANSWER_FD, ASK_FD, NAMESPACE_FD, NOTE_FD, SOURCE_FD, Start
 
-#: kind, run, slot, uid, echo, cpu_s, memory, processes, file bytes, open files, mark
-REQUEST = struct.Struct("!cQiI?dQIQIQ")
-#: run, wait status, cpu_s, peak resident bytes
-ENDED = struct.Struct("!QidQ")
-#: first bytes of the note channel: confinement is complete, and the child's pid
-READY = struct.Struct("!ci")
-START, KILL, READY_TAG, FAILED_TAG = b"S", b"K", b"R", b"E"
-NUM_FDS = 5
-FAILED_EXIT = 120
-
-_LIB_FD, _NOTE_FD = 3, 4
+# The child's own numbers; the zygote keeps them taken, so that no descriptor that it receives has one of them.
+_LIB_FD, _NOTE, _ASK, _ANSWER, _PACKAGES_FD = 3, 4, 5, 6, 7
+_FIRST_FREE_FD = 8
 # Imported before any fork, because cheap and common. Anything else is read from disk by the child: random and
 # statistics, for one, hook into every fork and would cost each program 0.2 ms.
 _PRELOADED = ("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
               "json", "math", "operator", "re", "string", "time", "typing")  # fmt: skip
+_SCIENTIFIC = ("numpy", "sympy")
 
 
-def _library_path() -> list[str]:
-    """Where the standard library is, by a descriptor when a slot user could not walk there (a root-only home)."""
-    lib = os.path.dirname(os.__file__)
-    path = lib
-    reachable = True
+def _hold(path: str, fd: int) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    if opened != fd:
+        os.dup2(opened, fd)
+        os.close(opened)
+
+
+def _reachable(path: str) -> bool:
+    """Whether any user could walk there."""
     while path != "/":
         path = os.path.dirname(path)
-        reachable = reachable and bool(os.stat(path).st_mode & 0o001)
-    fd = os.open(lib, os.O_RDONLY | os.O_DIRECTORY)
-    if fd != _LIB_FD:
-        os.dup2(fd, _LIB_FD)
-        os.close(fd)
-    base = lib if reachable or os.getuid() else f"/proc/self/fd/{_LIB_FD}"
-    return [base, f"{base}/lib-dynload"]
+        if not os.stat(path).st_mode & 0o001:
+            return False
+    return True
+
+
+class _Paths:
+    """Where children import from. Directories that their users could not walk to (a root-only home) go by descriptor,
+    except at tier 2, whose root shows them where they are."""
+
+    def __init__(self, tier: str, packages: dict[str, str], link_dir: str) -> None:
+        by_name = tier == "2" or os.getuid() != 0
+        self.library = os.path.dirname(os.__file__)
+        for fd in (_NOTE, _ASK, _ANSWER, _PACKAGES_FD):
+            _hold("/dev/null", fd)
+        _hold(self.library, _LIB_FD)
+        shown = self.library if by_name or _reachable(self.library) else f"/proc/self/fd/{_LIB_FD}"
+        self.moves = {self.library: shown}
+        self.readable = [self.library]
+        sys.path[:] = [shown, f"{shown}/lib-dynload"]
+        self._show_packages(packages, by_name, link_dir)
+
+    def _show_packages(self, packages: dict[str, str], by_name: bool, link_dir: str) -> None:
+        """The packages that programs may import, and no other of the same directory: as links in one of our own."""
+        if not packages:
+            return
+        site = os.path.dirname(next(iter(packages.values())))
+        _hold(site, _PACKAGES_FD)
+        base = site if by_name or _reachable(site) else f"/proc/self/fd/{_PACKAGES_FD}"
+        self.readable += [link_dir, *packages.values()]
+        for name, path in packages.items():
+            link = os.path.join(link_dir, name)
+            if os.path.dirname(path) == site:
+                try:
+                    os.symlink(os.path.join(base, os.path.basename(path)), link)
+                except FileExistsError:  # another profile's zygote was here
+                    pass
+        self.moves[site] = base
+        sys.path.append(link_dir)
+
+    def relocate(self) -> None:
+        """Packages that are loaded find their parts by the same way as children do."""
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__path__", None)
+            if not isinstance(path, list):
+                continue
+            for real, shown in self.moves.items():
+                path[:] = [part.replace(real, shown, 1) if part.startswith(real) else part for part in path]
 
 
 def _open_builtins() -> None:
@@ -66,29 +105,29 @@ def _open_builtins() -> None:
 class Zygote:
     """Answers one supervisor over a seqpacket socket until that closes."""
 
-    def __init__(self, channel: socket.socket, tier: str, slot_dirs: list[str]) -> None:
+    def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
         self._channel = channel
-        self._slot_dirs = slot_dirs
         self._runs: dict[int, int] = {}  # pid of a live child: its run
         self._pid = os.getpid()
-        real_library = os.path.dirname(os.__file__)
-        sys.path[:] = _library_path()
-        for module in list(sys.modules.values()):  # packages that are loaded find their parts by the same way
-            path = getattr(module, "__path__", None)
-            if isinstance(path, list):
-                path[:] = [part.replace(real_library, sys.path[0], 1) for part in path]
-        for name in _PRELOADED:
-            __import__(name)
-        _open_builtins()
-        program.warm_up()
-        os.environ["HOME"] = os.environ["TMPDIR"] = "."  # each child's work dir
-        # found once: walking all modules in a child would copy a page for nearly each
-        self._own_modules = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
-        self._confinement: Confinement | OSError
+        self._profile = settings["profile"]
+        self._confinement: Confinement | Exception
         try:
-            self._confinement = Confinement(tier, slot_dirs, [real_library])
+            paths = _Paths(settings["tier"], settings["packages"], settings["link_dir"])
+            paths.relocate()
+            for name in (*_PRELOADED, *(_SCIENTIFIC if self._profile == "scientific" else ())):
+                __import__(name)
+            if procfs.num_threads(self._pid) != 1:
+                raise OSError("a preloaded library has started threads, which do not survive a fork")
+            paths.relocate()
+            _open_builtins()
+            program.warm_up()
+            os.environ["HOME"] = os.environ["TMPDIR"] = "."  # each child's work dir
+            # found once: walking all modules in a child would copy a page for nearly each
+            self._own_modules = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
+            tools = native.TOOL_TREES if self._profile == "native" else []
+            self._confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools)
             self._confinement.prepare_parent()
-        except OSError as error:  # told to whoever asks for a run: the probe
+        except (OSError, ImportError) as error:  # told to whoever asks for a run: the probe
             self._confinement = error
 
     def serve(self) -> None:
@@ -110,29 +149,37 @@ class Zygote:
 
     def _take_request(self) -> bool:
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, REQUEST.size, NUM_FDS)
+            data, fds, _, _ = socket.recv_fds(self._channel, messages.START_STRUCT.size, messages.MAX_FDS)
         except ConnectionResetError:  # the supervisor was killed
             return False
         if not data:
             return False
-        kind, run, slot, uid, echo, cpu_s, memory, processes, file_bytes, open_files, mark = REQUEST.unpack(data)
-        if kind == KILL:
-            for pid in [pid for pid, owner in self._runs.items() if owner == run]:
+        run = Start(*messages.START_STRUCT.unpack(data))
+        if run.kind == messages.KILL:
+            for pid in [pid for pid, owner in self._runs.items() if owner == run.run]:
                 os.kill(pid, signal.SIGKILL)
             return True
         try:
-            pid = os.fork()
+            if isinstance(self._confinement, Exception):
+                raise OSError(str(self._confinement))
+            pid = self._confinement.fork(fds[NAMESPACE_FD] if len(fds) > NAMESPACE_FD else None)
         except OSError as error:  # the machine is out of processes or memory: this run's misfortune only
-            os.write(fds[4], FAILED_TAG + str(error).encode())
-            self._channel.send(ENDED.pack(run, 0, 0.0, 0))
+            os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
+            self._send(messages.ENDED, run.run, 0, 0, 0.0, 0)
         else:
             if pid == 0:
-                limits = ChildLimits(cpu_s, memory, processes, file_bytes, open_files, mark)
-                self._become_program(fds, slot, uid, echo, limits)
-            self._runs[pid] = run
+                self._become_program(fds, run)
+            self._runs[pid] = run.run
+            self._send(messages.STARTED, run.run, pid, 0, 0.0, 0)
         for fd in fds:
             os.close(fd)
         return True
+
+    def _send(self, *fields: Any) -> None:
+        try:
+            self._channel.send(messages.ENDED_STRUCT.pack(*fields))
+        except (BrokenPipeError, ConnectionResetError):  # the supervisor has gone: the next read says so
+            pass
 
     def _reap(self) -> None:
         while self._runs:
@@ -140,37 +187,54 @@ class Zygote:
             if pid == 0:
                 return
             cpu_s = usage.ru_utime + usage.ru_stime
-            self._channel.send(ENDED.pack(self._runs.pop(pid), status, cpu_s, usage.ru_maxrss * 1024))
+            self._send(messages.ENDED, self._runs.pop(pid), pid, status, cpu_s, usage.ru_maxrss * 1024)
 
-    def _become_program(self, fds: list[int], slot: int, uid: int, echo: bool, limits: ChildLimits) -> None:
+    def _become_program(self, fds: list[int], run: Start) -> None:
         """Never returns. Until the ready note is written, a failure is the sandbox's, not the program's."""
-        exit_code = FAILED_EXIT
+        exit_code = messages.FAILED_EXIT
         try:
+            assert isinstance(self._confinement, Confinement)
             signal.set_wakeup_fd(-1)
             _signal.signal(signal.SIGCHLD, 0)  # the default; without the detour through enums
             os.setsid()
-            source_fd, note_fd = fds[0], fds[4]
-            os.chdir(self._slot_dirs[slot] + "/work")
             os.umask(0o077)
-            source = _read_all(source_fd)
-            for target, fd in enumerate(fds[1:4]):
+            source = _read_all(fds[SOURCE_FD]) if run.mode != messages.BINARY else b""
+            for target, fd in enumerate(fds[messages.STDIN_FD : messages.STDERR_FD + 1]):
                 os.dup2(fd, target)
             try:
-                if isinstance(self._confinement, OSError):
-                    raise self._confinement
-                self._confinement.apply(slot, uid, limits, self._pid)
-                os.dup2(note_fd, _NOTE_FD, inheritable=False)
+                self._confinement.apply(run, self._pid, compiling=run.mode == messages.COMPILE)
+                ask = ASK_FD if run.mode != messages.BINARY else SOURCE_FD
+                for target, fd in ((_NOTE, NOTE_FD), (_ASK, ask), (_ANSWER, ANSWER_FD)):
+                    os.dup2(fds[fd], target, inheritable=False)
             except (OSError, ValueError) as error:
-                os.write(note_fd, FAILED_TAG + str(error).encode())
+                os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
                 return
-            os.closerange(_NOTE_FD + 1, 1 << 30)
-            os.write(_NOTE_FD, READY.pack(READY_TAG, os.getpid()))
+            os.closerange(_FIRST_FREE_FD, 1 << 30)
+            if self._profile == "scientific":
+                sys.modules["numpy"].random.seed()  # or every program would draw the same numbers
+            os.write(_NOTE, messages.READY_NOTE)
             for name in self._own_modules:
                 del sys.modules[name]
-            program.remember_source(source)
-            exit_code = program.run(source, echo, _NOTE_FD)
+            exit_code = self._run(run.mode, source)
         finally:
             os._exit(exit_code)
+
+    def _run(self, mode: bytes, source: bytes) -> int:
+        if mode == messages.COMPILE:
+            return native.compile_program(source, _ANSWER)
+        if mode == messages.BINARY:
+            return native.become(_ASK)
+        program.remember_source(source)
+        if mode in (messages.PROGRAM, messages.ECHO):
+            os.closerange(_ASK, _ANSWER + 1)
+            return program.run(source, mode == messages.ECHO, _NOTE)
+        if mode == messages.CALL:
+            payload = json.loads(_read_all(_ASK))
+            os.close(_ASK)
+            return calls.run_one(source, payload, _NOTE, _ANSWER)
+        if mode == messages.SESSION:
+            return calls.serve(source, _NOTE, _ASK, _ANSWER)
+        return checker.run(source, _NOTE, _ASK, _ANSWER)
 
 
 def _read_all(fd: int) -> bytes:
@@ -179,6 +243,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def main() -> None:
-    """``argv``: channel descriptor, tier, slot directories."""
+    """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir) as JSON."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    Zygote(channel, sys.argv[2], sys.argv[3:]).serve()
+    Zygote(channel, json.loads(sys.argv[2])).serve()

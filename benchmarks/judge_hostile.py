@@ -1,0 +1,211 @@
+"""Can the judge be broken? Every bad input at tier 2 and tier 1, then a hostile mix at full load beside honest jobs.
+
+First each bad input of tests/integration/envgateway/cases (rows 1 to 48 of the table of bad inputs, most in several
+forms), a judgement that is cancelled (49) and a supervisor that is killed in mid-run (50): the verdict must be the expected
+one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
+formulas; benchmarks/judge_throughput.py and benchmarks/math_reward.py and their tests have them.
+
+Then, at each tier, half of the load is drawn from the bad inputs by seed and half are honest programs with a known verdict,
+more than there are slots, without a pause. At the end nothing may be left of it: no process of a slot user, no file, no
+busy slot; and no honest verdict may differ.
+
+``ours`` is the share of bad inputs with the expected verdict, over both tiers; ``passed`` and ``cases`` count table rows.
+
+    python benchmarks/judge_hostile.py [--quick] [--seconds 300] [--seed 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from _report import report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from services.common.errors import SandboxRefusedError
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests, Verdict
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionLimits
+from tests.integration.envgateway.cases import ALL, Bad
+from tests.integration.envgateway.cases.model import CONFIG, HONEST, World, open_world
+from tests.integration.envgateway.sandbox_state import assert_clean, processes_of_slots, slot_dirs
+
+_TIERS = ("2", "1")
+_SUMS = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{2 * n}") for n in range(3)))
+_PATIENT = ExecutionLimits(wall_s=8.0)  # an honest job is judged under load, and must not be slow because others are
+HONEST_JOBS = [
+    (JudgeRequest(code="print(sum(map(int, input().split())))", tests=_SUMS, limits=_PATIENT), Verdict.OK),
+    (JudgeRequest(code="a, b = map(int, input().split())\nprint(a - b)", tests=_SUMS, limits=_PATIENT), Verdict.WRONG_ANSWER),
+    (JudgeRequest(code="print(1 / int(input().split()[0]))", tests=_SUMS, limits=_PATIENT), Verdict.RUNTIME_ERROR),
+    (JudgeRequest(code="open('x', 'w').write('y')\nprint(2 * int(input().split()[0]))", tests=_SUMS, limits=_PATIENT), Verdict.OK),
+    (JudgeRequest(code="def x(", tests=_SUMS, limits=_PATIENT), Verdict.COMPILE_ERROR),
+]  # fmt: skip
+
+
+async def cancelled(pool: SandboxPool) -> str:
+    """Row 49."""
+    running = asyncio.create_task(Judge(pool).judge(_sleeper()))
+    await asyncio.sleep(0.3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    try:
+        async with asyncio.timeout(5):
+            while pool.gauges["sandbox_busy_slots"]:  # noqa: ASYNC110 - a number to watch, nothing that tells
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        return "49: a cancelled judgement kept its slot"
+    return ""
+
+
+async def supervisor_killed(pool: SandboxPool) -> str:
+    """Row 50."""
+    running = asyncio.create_task(Judge(pool).judge(_sleeper(0.6)))
+    await asyncio.sleep(0.3)
+    assert pool._supervisor is not None
+    pool._supervisor.process.kill()
+    result = await running
+    return "" if result.verdict in (Verdict.OK, Verdict.INFRA_ERROR) else f"50: {result.verdict.value}"
+
+
+def _sleeper(seconds: float = 8.0) -> JudgeRequest:
+    code = f"import os, time\nos.fork()\ntime.sleep({seconds})"
+    return JudgeRequest(code=code, tests=StdinTests(cases=(StdinCase(),)))
+
+
+async def one_by_one(pool: SandboxPool, world: World) -> dict[str, Any]:
+    """Each bad input alone; a row passes when all of its forms do."""
+    wrong: dict[int, list[str]] = {}
+    for case in ALL:
+        wrong.setdefault(case.number, [])
+        told = case.wrong(await Judge(pool).judge(case.request_in(world))) or await _dirt(pool, str(case))
+        if told:
+            wrong[case.number].append(told)
+    for number, special in ((49, cancelled), (50, supervisor_killed)):
+        told = await special(pool) or await _dirt(pool, str(number))
+        wrong[number] = [told] if told else []
+    failures = [told for row in wrong.values() for told in row]
+    for told in failures:
+        print("  ", told)
+    return {
+        "cases": len(wrong),
+        "passed": sum(not row for row in wrong.values()),
+        "inputs": len(ALL) + 2,
+        "inputs_passed": len(ALL) + 2 - len(failures),
+    }
+
+
+async def _dirt(pool: SandboxPool, name: str) -> str:
+    try:
+        await assert_clean(pool)
+    except AssertionError as error:
+        return f"{name}: left something behind: {error}"
+    return ""
+
+
+async def mixed(pool: SandboxPool, world: World, seconds: float, seed: int) -> dict[str, Any]:
+    """Honest and hostile jobs, twice as many as slots, until the time is up."""
+    rng = random.Random(seed)
+    end = time.monotonic() + seconds
+    count: Counter[str] = Counter()
+    judge = Judge(pool)
+
+    async def feed(hostile: bool) -> None:
+        while time.monotonic() < end:
+            if hostile:
+                await _hostile(judge, rng.choice(ALL), world, count)
+            else:
+                request, verdict = rng.choice(HONEST_JOBS)
+                result = await judge.judge(request)
+                count["honest"] += 1
+                if result.verdict is not verdict:
+                    count["honest_changed"] += 1
+                    print("  ", f"an honest {verdict.value} became {result.verdict.value}: {result.detail}")
+
+    await asyncio.gather(*(feed(hostile=index % 2 == 0) for index in range(2 * pool.config.num_slots)))
+    leaked = processes_of_slots(pool)
+    files = [path for slot in slot_dirs(pool) for path in slot.rglob("*") if path != slot / "work"]
+    clean = await _dirt(pool, "the mix")
+    return {
+        "seconds": seconds,
+        "honest": count["honest"],
+        "honest_changed": count["honest_changed"],
+        "hostile": count["hostile"],
+        "hostile_unexpected": count["hostile_unexpected"],
+        "leaked_processes": len(leaked),
+        "leaked_files": len(files),
+        "leaked_slots": int(pool.gauges["sandbox_busy_slots"]),
+        "restarts": pool.counts["restarts"],
+        "next_program_unaffected": not clean,
+    }
+
+
+async def _hostile(judge: Judge, case: Bad, world: World, count: Counter[str]) -> None:
+    """Under load a verdict may turn into the time limit; into nothing that is better for the program."""
+    result = await judge.judge(case.request_in(world))
+    count["hostile"] += 1
+    if result.verdict not in case.verdicts | {Verdict.TIME_LIMIT}:
+        count["hostile_unexpected"] += 1
+        print("  ", f"{case} under load: {result.verdict.value} {result.detail}")
+
+
+async def measure(seconds: float, seed: int) -> None:
+    tiers: dict[str, Any] = {}
+    with open_world() as world:
+        for tier in _TIERS:
+            try:
+                pool = SandboxPool.start_before_threads(
+                    CONFIG.model_copy(update={"tier": tier, "prewarm_scientific": True})
+                )
+            except SandboxRefusedError as refusal:
+                print(f"tier {tier}: {refusal.message}")
+                tiers[tier] = {"skipped": refusal.message}
+                continue
+            try:
+                print(f"tier {tier}: {len(ALL)} bad inputs one by one")
+                alone = await one_by_one(pool, world)
+            finally:
+                await pool.close()
+            pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": tier, "num_slots": 4}))
+            try:
+                print(f"tier {tier}: {seconds / len(_TIERS):g} s of everything at once")
+                together = await mixed(pool, world, seconds / len(_TIERS), seed)
+                assert (await Judge(pool).judge(HONEST)).verdict is Verdict.OK
+            finally:
+                await pool.close()
+            tiers[tier] = {**alone, "mix": together}
+    ran = [tier for tier in tiers.values() if "cases" in tier]
+    inputs, passed = (sum(tier[name] for tier in ran) for name in ("inputs", "inputs_passed"))
+    share = passed / inputs if inputs else 0.0
+    report(
+        "judge_hostile",
+        share,
+        1.0,
+        share,
+        0.0,
+        cases=max((tier["cases"] for tier in ran), default=0),
+        passed=min((tier["passed"] for tier in ran), default=0),
+        rows_elsewhere=[51, 52, 53],
+        seed=seed,
+        tiers=tiers,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a mix of 20 seconds: about a minute in all")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the mix, over all tiers")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the mix")
+    arguments = parser.parse_args()
+    asyncio.run(measure(20.0 if arguments.quick else arguments.seconds, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

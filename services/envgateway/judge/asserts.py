@@ -1,0 +1,202 @@
+"""Reading assert-style tests: which calls they make and what must come back, where their text says it plainly.
+
+``assert candidate(1, 2) == 3`` is a call and a value, so it is judged like a function call: the value stays here. Tests
+of which every assert has such a shape become ``DirectAssert``s; any others run as code (``judge.interview``).
+
+    assert candidate(...) == value        value == candidate(...)        candidate(...) is None / True / False
+    assert candidate(...)                 assert not candidate(...)
+    assert abs(candidate(...) - value) < tolerance
+    assert is_same_list(candidate(...), value), is_same_tree likewise
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import enum
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from services.envgateway.judge.literals import NotLiteralError, tree_of
+from services.envgateway.judge.records import AssertTests
+from services.envgateway.judge.values import ValueRule, distance, equal, shown, truth
+
+_LARGEST_TESTS = 1 << 20
+_STRICT = ValueRule(strict=True)
+
+
+class Relation(enum.StrEnum):
+    EQUAL = "equal"
+    IDENTICAL = "identical"  # to None, True or False
+    TRUE = "true"
+    FALSE = "false"
+    NEAR = "near"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectAssert:
+    """One call and what must be true of its value; all trees of plain data."""
+
+    entry_point: str
+    args: Any
+    kwargs: Any
+    relation: Relation
+    expected: Any = None
+    tolerance: float = 0.0
+
+    def failure(self, actual: Any) -> str:
+        """What is wrong with a returned value; empty when nothing is."""
+        match self.relation:
+            case Relation.EQUAL:
+                right = equal(self.expected, actual, _STRICT)
+            case Relation.IDENTICAL:
+                right = self.expected is actual
+            case Relation.TRUE:
+                right = truth(actual) is True
+            case Relation.FALSE:
+                right = truth(actual) is False
+            case Relation.NEAR:
+                apart = distance(self.expected, actual)
+                right = apart is not None and apart < self.tolerance
+        if right:
+            return ""
+        wanted = shown(self.expected) if self.relation not in (Relation.TRUE, Relation.FALSE) else self.relation.value
+        return f"expected {wanted}, got {shown(actual)}"
+
+
+class UnreadableTestsError(ValueError):
+    """Tests that are no Python, or of which nobody can say what they test."""
+
+
+@functools.lru_cache(maxsize=512)  # a task's tests come again with every completion
+def read(tests: AssertTests) -> tuple[DirectAssert, ...] | None:
+    """The calls, or None when the tests have to be run to know them.
+
+    Raises:
+        UnreadableTestsError: see there.
+    """
+    tree = _parsed(tests)
+    entry_point = tests.entry_point or _entry_point(tree)
+    try:
+        cases = tuple(_Reader(entry_point, _defined(tree)).read(tree.body))
+    except NotLiteralError:
+        return None
+    return cases or None
+
+
+def num_asserts(tests: AssertTests) -> int:
+    """How many asserts the text has."""
+    return sum(isinstance(node, ast.Assert) for node in ast.walk(_parsed(tests)))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(tests: AssertTests) -> ast.Module:
+    if len(tests.tests) > _LARGEST_TESTS:
+        raise UnreadableTestsError(f"the tests have more than {_LARGEST_TESTS} characters")
+    try:
+        return ast.parse(tests.tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UnreadableTestsError(f"the tests are no Python: {error}") from None
+
+
+def _entry_point(tree: ast.Module) -> str:
+    """What the tests themselves pass to ``check``."""
+    for node in tree.body:
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="check"), args=[argument])):
+                return ast.unparse(argument)
+    if any(isinstance(node, ast.Name) and node.id == "candidate" for node in ast.walk(tree)):
+        raise UnreadableTestsError("nothing says what candidate is: give an entry_point")
+    return ""
+
+
+def _defined(tree: ast.Module) -> frozenset[str]:
+    """Names that mean something of the tests' own."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return frozenset(names)
+
+
+class _Reader:
+    def __init__(self, entry_point: str, defined: frozenset[str]) -> None:
+        self._entry_point = entry_point
+        self._defined = defined
+
+    def read(self, statements: list[ast.stmt]) -> list[DirectAssert]:
+        cases: list[DirectAssert] = []
+        for statement in statements:
+            match statement:
+                case ast.Assert(test=ast.Constant(value=value)) if value:
+                    continue
+                case ast.Assert(test=test):
+                    cases.append(self._assert(test))
+                case ast.FunctionDef(name="check", args=ast.arguments(args=[_], defaults=[])):
+                    cases += self.read(statement.body)
+                case ast.Expr(value=ast.Call(func=ast.Name(id="check"))) | ast.Expr(value=ast.Constant() | ast.Name()):
+                    continue
+                case ast.Assign(value=value):
+                    tree_of(value)  # a description, or it would be used in an assert that is none of ours
+                case ast.Import() | ast.ImportFrom() | ast.Pass():
+                    continue
+                case _:
+                    raise NotLiteralError("more than asserts")
+        return cases
+
+    def _assert(self, test: ast.expr) -> DirectAssert:
+        match test:
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+                if self._is_program(left):
+                    return self._case(left, Relation.EQUAL, tree_of(right))
+                return self._case(right, Relation.EQUAL, tree_of(left))
+            case ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None | True | False as value)]):
+                return self._case(left, Relation.IDENTICAL, value)
+            case ast.Compare(left=left, ops=[ast.Lt()], comparators=[ast.Constant(value=float() | int() as tolerance)]):
+                return self._near(left, float(tolerance))
+            case ast.Call(func=ast.Name(id="is_same_list" | "is_same_tree"), args=[call, value], keywords=[]):
+                return self._case(call, Relation.EQUAL, tree_of(value))
+            case ast.UnaryOp(op=ast.Not(), operand=call):
+                return self._case(call, Relation.FALSE)
+        return self._case(test, Relation.TRUE)
+
+    def _near(self, left: ast.expr, tolerance: float) -> DirectAssert:
+        match left:
+            case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=call, op=ast.Sub(), right=value)], keywords=[]):
+                if self._is_program(call):
+                    return self._case(call, Relation.NEAR, tree_of(value), tolerance)
+                return self._case(value, Relation.NEAR, tree_of(call), tolerance)
+        raise NotLiteralError("a comparison of another kind")
+
+    def _case(self, call: ast.expr, relation: Relation, expected: Any = None, tolerance: float = 0.0) -> DirectAssert:
+        if not isinstance(call, ast.Call) or not self._is_program(call):
+            raise NotLiteralError("no call of the program")
+        entry_point = ast.unparse(call.func)
+        if any(keyword.arg is None for keyword in call.keywords):
+            raise NotLiteralError("keyword arguments from a dict")
+        return DirectAssert(
+            entry_point=self._entry_point if entry_point == "candidate" else entry_point,
+            args=["t", *map(tree_of, call.args)],
+            kwargs=["d", *(part for keyword in call.keywords for part in (keyword.arg, tree_of(keyword.value)))],
+            relation=relation,
+            expected=expected,
+            tolerance=tolerance,
+        )
+
+    def _is_program(self, node: ast.expr) -> bool:
+        """A call of the program's: by ``candidate``, its entry point, or a name that is nobody else's."""
+        if not isinstance(node, ast.Call):
+            return False
+        match node.func:
+            case ast.Name(id=name):
+                own = name in ("candidate", self._entry_point)
+                return own or (name not in self._defined and not hasattr(builtins, name) and name not in _HELPERS)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):
+                return name not in self._defined and not hasattr(builtins, name)
+        return False
+
+
+_HELPERS = ("list_node", "tree_node", "is_same_list", "is_same_tree")

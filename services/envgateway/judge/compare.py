@@ -1,0 +1,145 @@
+"""Comparing what a program printed with what was expected: the rules, one function each.
+
+    exact             the same bytes
+    stripped          the same bytes, without white space at both ends of the whole
+    lines             the same lines, without white space at their ends and without empty lines at the end
+    tokens            the same words
+    float             the same words; numbers within the tolerance unless both are integers; NaN equals nothing
+    unordered_lines   the same lines (as above) in any order, as often
+    unordered_tokens  the same words in any order, as often
+    json, literal     both are JSON, or Python literals, and equal as values; NaN equals nothing
+
+Everywhere but in ``exact`` a CRLF is a line feed. White space is ASCII white space; bytes that are no UTF-8 equal only
+themselves, so they equal nothing that an expected text can hold. The value modes, for calls, are in ``values``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from services.envgateway.judge.literals import NotLiteralError, tree_of
+from services.envgateway.judge.records import Comparison, ComparisonMode
+from services.envgateway.judge.values import ValueRule, close, equal
+from services.envgateway.sandbox.bare import plain
+
+_LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing what a stranger wrote costs a multiple in memory
+_INTEGER = re.compile(rb"[+-]?\d+")
+_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_INFINITE = re.compile(rb"([+-]?)inf(?:inity)?", re.IGNORECASE)
+_SHOWN_BYTES = 100
+
+VALUE_MODES = (ComparisonMode.VALUE, ComparisonMode.VALUE_UNORDERED, ComparisonMode.VALUE_FLOAT)
+
+
+def value_rule(comparison: Comparison) -> ValueRule:
+    """For returned values; a list equals a tuple, because requests that were JSON cannot say which they mean."""
+    mode = comparison.mode
+    return ValueRule(
+        tolerance=comparison.tolerance if mode is ComparisonMode.VALUE_FLOAT else None,
+        unordered=mode is ComparisonMode.VALUE_UNORDERED,
+    )
+
+
+def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
+    """What differs, for people; empty when the rule is satisfied."""
+    mode = comparison.mode or ComparisonMode.LINES
+    wanted = expected.encode()
+    if mode is ComparisonMode.EXACT:
+        return "" if wanted == printed else _first_difference([wanted], [printed], "output")
+    wanted, printed = wanted.replace(b"\r\n", b"\n"), printed.replace(b"\r\n", b"\n")
+    if mode is ComparisonMode.FLOAT:
+        return _float_difference(wanted.split(), printed.split(), comparison.tolerance)
+    if mode is ComparisonMode.JSON:
+        return _parsed_difference(_json_tree, "JSON", wanted, printed)
+    if mode is ComparisonMode.LITERAL:
+        return _parsed_difference(_literal_tree, "literal", wanted, printed)
+    split, ordered, what = _RULES[mode]
+    wanted_parts, printed_parts = split(wanted), split(printed)
+    if wanted_parts == printed_parts or (not ordered and Counter(wanted_parts) == Counter(printed_parts)):
+        return ""
+    if ordered:
+        return _first_difference(wanted_parts, printed_parts, what)
+    return f"other {what}s than expected, or not as often: {len(printed_parts)} instead of {len(wanted_parts)}"
+
+
+def _lines(text: bytes) -> list[bytes]:
+    lines = [line.rstrip() for line in text.split(b"\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+_RULES: dict[ComparisonMode, tuple[Callable[[bytes], list[bytes]], bool, str]] = {
+    ComparisonMode.STRIPPED: (lambda text: [text.strip()], True, "output"),
+    ComparisonMode.LINES: (_lines, True, "line"),
+    ComparisonMode.TOKENS: (lambda text: text.split(), True, "word"),
+    ComparisonMode.UNORDERED_LINES: (_lines, False, "line"),
+    ComparisonMode.UNORDERED_TOKENS: (lambda text: text.split(), False, "word"),
+}
+
+
+def _first_difference(wanted: list[bytes], printed: list[bytes], what: str) -> str:
+    for number, (expected, actual) in enumerate(zip(wanted, printed, strict=False), start=1):
+        if expected != actual:
+            where = what if what == "output" else f"{what} {number}"
+            return f"{where}: expected {_shown(expected)}, got {_shown(actual)}"
+    return f"{len(printed)} {what}s instead of {len(wanted)}"
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN_BYTES].decode(errors="replace")) + ("…" if len(text) > _SHOWN_BYTES else "")
+
+
+def _float_difference(wanted: list[bytes], printed: list[bytes], tolerance: float) -> str:
+    if len(wanted) != len(printed):
+        return f"{len(printed)} words instead of {len(wanted)}"
+    for number, (expected, actual) in enumerate(zip(wanted, printed, strict=True), start=1):
+        if not _close_words(expected, actual, tolerance):
+            return f"word {number}: expected {_shown(expected)}, got {_shown(actual)}"
+    return ""
+
+
+def _close_words(expected: bytes, actual: bytes, tolerance: float) -> bool:
+    if expected.lower().lstrip(b"+-") == b"nan":
+        return False
+    if _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(actual):  # of any length, so never as floats
+        return _plain_integer(expected) == _plain_integer(actual)
+    if _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual):
+        return close(float(expected), float(actual), tolerance) if expected != actual else True
+    infinite, also = _INFINITE.fullmatch(expected), _INFINITE.fullmatch(actual)
+    if infinite and also:
+        return (infinite[1] == b"-") == (also[1] == b"-")
+    return expected == actual
+
+
+def _plain_integer(text: bytes) -> bytes:
+    digits = text.lstrip(b"+-").lstrip(b"0")
+    return b"-" + digits if text.startswith(b"-") and digits else digits
+
+
+def _parsed_difference(parse: Callable[[bytes], Any], what: str, wanted: bytes, printed: bytes) -> str:
+    if len(printed) > max(_LARGEST_PARSED, 2 * len(wanted)):
+        return f"{len(printed)} bytes are too many to be the {what} that was expected"
+    trees = []
+    for text, whose in ((wanted, "the expected output"), (printed, "the output")):
+        try:
+            trees.append(parse(text))
+        except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
+            return f"{whose} is no {what}: {str(error)[:_SHOWN_BYTES]}"
+    return "" if equal(trees[0], trees[1], ValueRule(strict=True)) else f"another value than the expected {what}"
+
+
+def _json_tree(text: bytes) -> Any:
+    return plain.to_tree(json.loads(text))
+
+
+def _literal_tree(text: bytes) -> Any:
+    try:
+        return tree_of(ast.parse(text.strip(), mode="eval").body)
+    except NotLiteralError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,209 @@
+"""Tests that have to be run: their code in one process, the program in another, and we between them.
+
+    checker (companion slot) ──call──> here ──call──> program (slot)
+            <──value──            <──value──
+
+The checker never shares a process or a user with the program, so what it reports is true; the program is handed
+arguments, one call at a time, and gives values back as plain data. A program that dies is started again for the next
+case. The checker's last word carries a nonce: tests that did not reach their end are not passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import struct
+import time
+from typing import Any
+
+from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, Verdict
+from services.envgateway.judge.results import case_result
+from services.envgateway.sandbox.connection import SubmittedRun
+from services.envgateway.sandbox.jobs import Job, profile_of
+from services.envgateway.sandbox.lease import SlotLease
+from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
+
+_FRAME = struct.Struct("!I")
+_MOST_LIMITS = 20  # the whole interview may take this many times what one case may
+_MOST_ANSWERS = 8  # all values that go back and forth together, in largest values
+_REPLY, _DIED = b"R", b"D"
+
+
+class _Frames:
+    """What an interactive run says, cut into frames."""
+
+    def __init__(self, run: SubmittedRun, largest: int) -> None:
+        self._run = run
+        self._largest = largest
+        self._buffer = bytearray()
+        self._ended = False
+
+    async def next(self) -> bytes | None:
+        """None when the run says no more, or says something that is no frame."""
+        while True:
+            if len(self._buffer) >= _FRAME.size:
+                size = _FRAME.unpack_from(self._buffer)[0]
+                if size > self._largest:
+                    return None
+                if len(self._buffer) >= _FRAME.size + size:
+                    frame = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
+                    del self._buffer[: _FRAME.size + size]
+                    return frame
+            if self._ended:
+                return None
+            piece = await self._run.said.get()
+            self._ended = not piece
+            self._buffer += piece
+
+
+def _framed(data: bytes) -> bytes:
+    return _FRAME.pack(len(data)) + data
+
+
+class Interview:
+    """One request. ``run`` gives its cases; every process that it started has been told to end when it returns."""
+
+    def __init__(self, slot: SlotLease, request: JudgeRequest, tests: AssertTests, num_asserts: int) -> None:
+        self._slot = slot
+        self._request = request
+        self._tests = tests
+        self._limits = request.limits.within(slot.config)
+        self._factor = max(1, min(num_asserts, _MOST_LIMITS))
+        self._program: SubmittedRun | None = None
+        self._frames: _Frames | None = None
+        self._died: ExecutionResult | None = None  # the program's end, in the case that is being asked
+        self._case_time_s = 0.0
+
+    async def run(self) -> list[CaseResult] | str:
+        """The cases, or why the tests cannot be run."""
+        nonce = secrets.token_hex(16)
+        source = json.dumps(
+            {
+                "tests": self._tests.tests,
+                "preamble": self._tests.preamble,
+                "entry_point": self._tests.entry_point,
+                "nonce": nonce,
+            }
+        ).encode()
+        job = Job(
+            mode="tests",
+            profile=profile_of(self._tests.tests.encode()),
+            source=source,
+            interactive=True,
+            companion=True,
+            limits=self._all_limits(extra=2.0),
+        )
+        checker = await self._slot.start(job)
+        try:
+            cases, complete = await self._listen(checker, nonce)
+        finally:
+            runs = [run for run in (checker, self._program) if run is not None]
+            for run in runs:
+                run.cancel()
+        for run in runs:  # an answer is given when both slots are empty
+            await self._slot.wait(run, float(job.limits["wall_s"]))
+        return cases if complete else self._unfinished(cases, checker.result.result())
+
+    async def _listen(self, checker: SubmittedRun, nonce: str) -> tuple[list[CaseResult], bool]:
+        frames = _Frames(checker, self._slot.config.answer_bytes)
+        cases: list[CaseResult] = []
+        while (frame := await frames.next()) is not None:
+            message = json.loads(frame)
+            if "call" in message:
+                checker.say(_framed(await self._call(message["call"])))
+            elif "done" in message:
+                return cases, bool(message["done"] == nonce and message["cases"] == len(cases))
+            else:
+                cases.append(self._case(message))
+                if self._request.stop_early and cases[-1].verdict is not Verdict.OK:
+                    return cases, True
+        return cases, False
+
+    def _case(self, message: dict[str, Any]) -> CaseResult:
+        died, self._died = self._died, None
+        spent, self._case_time_s = self._case_time_s, 0.0
+        index, detail = message["case"], message["detail"]
+        if died is not None:
+            verdict = Verdict(died.status.value)
+            if died.status is ExecutionStatus.OK:
+                verdict, detail = Verdict.WRONG_ANSWER, "the program ended before it answered"
+            return case_result(index, died, verdict, died.detail or detail)
+        verdicts = {"pass": Verdict.OK, "raised": Verdict.RUNTIME_ERROR}
+        verdict = verdicts.get(message["outcome"], Verdict.WRONG_ANSWER)
+        return CaseResult(index=index, verdict=verdict, detail=detail, wall_s=spent)
+
+    # -- the program ----------------------------------------------------------------------------------------------
+
+    async def _call(self, call: dict[str, Any]) -> bytes:
+        """What the checker is told: the program's reply, or that it died."""
+        try:
+            if self._program is None:
+                await self._start_program()
+            assert self._program is not None and self._frames is not None
+            started = time.monotonic()
+            left_s = float(self._limits["wall_s"]) - self._case_time_s
+            self._program.say(_framed(json.dumps(call).encode()))
+            try:
+                async with asyncio.timeout(max(left_s, 0.001)):
+                    reply = await self._frames.next()
+            except TimeoutError:
+                return await self._end_program(overdue=True)
+            finally:
+                self._case_time_s += time.monotonic() - started
+            return _REPLY + reply if reply is not None else await self._end_program()
+        except asyncio.CancelledError:
+            if self._program is not None:
+                self._program.cancel()
+            raise
+
+    async def _start_program(self) -> None:
+        source = self._request.code.encode()
+        with_prelude = "Solution(" in self._tests.entry_point + self._tests.tests
+        settings = json.dumps({"prelude": with_prelude}).encode()
+        job = Job(
+            mode="session",
+            profile=profile_of(source),
+            source=source,
+            payload=_framed(settings),
+            interactive=True,
+            limits=self._all_limits(),
+        )
+        self._program = await self._slot.start(job)
+        self._frames = _Frames(self._program, self._slot.config.answer_bytes)
+
+    async def _end_program(self, overdue: bool = False) -> bytes:
+        """Wait for it to be gone; what it ended with is the verdict of the case."""
+        program, self._program, self._frames = self._program, None, None
+        assert program is not None
+        program.cancel()
+        result = await self._slot.wait(program, float(self._all_limits()["wall_s"]))
+        if overdue:
+            result = _overdue(result)
+        self._died = result
+        return _DIED + result.status.value.encode()
+
+    # -- limits ---------------------------------------------------------------------------------------------------
+
+    def _all_limits(self, extra: float = 1.0) -> dict[str, float | int]:
+        limits = dict(self._limits)
+        for name in ("wall_s", "cpu_s"):
+            limits[name] = limits[name] * self._factor * extra
+        limits["answer_bytes"] = limits["answer_bytes"] * _MOST_ANSWERS
+        return limits
+
+    def _unfinished(self, cases: list[CaseResult], result: ExecutionResult) -> list[CaseResult] | str:
+        """The checker ended before the tests did: too slow, too large, or tests that are no program."""
+        if result.status in (ExecutionStatus.COMPILE_ERROR, ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.OK):
+            said = result.stderr.decode(errors="replace").strip().splitlines()
+            return f"the tests do not run: {said[-1] if said else 'they end by themselves'}"
+        verdict = None if result.status is not ExecutionStatus.CANCELLED else Verdict.INFRA_ERROR
+        return [*cases, case_result(len(cases), result, verdict, f"in the tests: {result.detail}")]
+
+
+def _overdue(result: ExecutionResult) -> ExecutionResult:
+    """We ended it because its case took too long; an end of its own, a moment before, stands."""
+    if result.status is not ExecutionStatus.CANCELLED:
+        return result
+    fields: dict[str, Any] = {name: getattr(result, name) for name in ExecutionResult.__slots__}
+    return ExecutionResult(**{**fields, "status": ExecutionStatus.TIME_LIMIT, "detail": "wall time"})

@@ -1,0 +1,120 @@
+"""Python literals as trees of plain data, from their syntax alone: nothing is evaluated but small arithmetic.
+
+Test code writes values as ``3 * 19``, ``list_node([1, 2])`` or ``float("inf")``; these are understood, too. Whatever
+could be large or slow to work out is refused rather than bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from services.envgateway.sandbox.bare import plain
+
+_LARGEST_OPERAND = 1e15
+_LARGEST_POWER = 64
+_FLOATS = ("inf", "-inf", "+inf", "infinity", "nan")
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_CONVERSIONS = {"tuple": "t", "list": "l", "set": "s", "frozenset": "z"}
+_NODES = {"list_node": "L", "tree_node": "T"}
+
+
+class NotLiteralError(ValueError):
+    """An expression whose value is not plain from its text."""
+
+
+def tree_of(node: ast.expr) -> Any:
+    """The tree of a literal expression.
+
+    Raises:
+        NotLiteralError: it is something else.
+    """
+    match node:
+        case ast.Constant(value=value) if value is not Ellipsis:
+            return plain.to_tree(value)
+        case ast.List(elts=items):
+            return ["l", *map(tree_of, items)]
+        case ast.Tuple(elts=items):
+            return ["t", *map(tree_of, items)]
+        case ast.Set(elts=items):
+            return ["s", *map(tree_of, items)]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return ["d", *(tree_of(part) for pair in zip(keys, values, strict=True) for part in pair if part)]
+        case ast.UnaryOp() | ast.BinOp():
+            return plain.to_tree(_number(node))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            return _call(name, arguments)
+        case ast.Name(id="inf"):
+            return ["f", "inf"]
+    raise NotLiteralError(f"not a literal: {ast.unparse(node)[:100]}")
+
+
+def _number(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() | complex() as value) if not isinstance(value, bool):
+            return value
+        case ast.Constant(value=str() as value):
+            return value
+        case ast.Name(id="inf"):
+            return float("inf")
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_real(_number(operand))
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _real(_number(operand))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+            return _result(_OPERATIONS[type(sign)], _number(left), _number(right))
+    raise NotLiteralError(f"not a number: {ast.unparse(node)[:100]}")
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, str):
+        raise NotLiteralError("a text has no sign")
+    return value
+
+
+def _result(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    if isinstance(left, str) or isinstance(right, str):
+        if isinstance(left, str) and isinstance(right, str) and operation is operator.add:
+            return left + right
+        raise NotLiteralError("arithmetic with a text")
+    if abs(left) > _LARGEST_OPERAND or abs(right) > _LARGEST_OPERAND:
+        raise NotLiteralError("arithmetic with large numbers")
+    if operation is operator.pow and (abs(right) > _LARGEST_POWER or abs(left) > _LARGEST_OPERAND**0.5):
+        raise NotLiteralError("a large power")
+    try:
+        return operation(left, right)
+    except (ArithmeticError, TypeError) as error:
+        raise NotLiteralError(f"arithmetic that fails: {error}") from None
+
+
+def _call(name: str, arguments: list[ast.expr]) -> Any:
+    match arguments:
+        case [ast.Constant(value=str() as text)] if name == "float" and text.strip().lower() in _FLOATS:
+            return plain.to_tree(float(text))
+        case [argument] if name in _NODES or name in _CONVERSIONS:
+            tree = tree_of(argument)
+            if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z"):
+                return _node(name, tree[1:]) if name in _NODES else [_CONVERSIONS[name], *tree[1:]]
+        case [] if name in _CONVERSIONS:
+            return [_CONVERSIONS[name]]
+        case [] if name == "dict":
+            return ["d"]
+    raise NotLiteralError(f"not a literal: {name}(...)")
+
+
+def _node(name: str, values: list[Any]) -> Any:
+    """No node at all is None; a tree is written without missing nodes at its end."""
+    if name == "tree_node":
+        while values and values[-1] is None:
+            values = values[:-1]
+    return [_NODES[name], *values] if values else None

@@ -1,0 +1,263 @@
+"""What is asked of the judge and what it answers: plain records with a JSON form for queues.
+
+Knows nothing of how a verdict is found. Values of function calls travel in the tagged form of
+``services.envgateway.sandbox.bare.plain``, which keeps what JSON loses: tuples, sets, big integers, NaN.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from services.common.errors import InvalidRequestError
+from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.records import ExecutionLimits
+
+
+class Verdict(enum.StrEnum):
+    """Of a case or a whole request. INFRA_ERROR and CANCELLED say nothing about the program."""
+
+    OK = "OK"
+    WRONG_ANSWER = "WRONG_ANSWER"
+    RUNTIME_ERROR = "RUNTIME_ERROR"
+    COMPILE_ERROR = "COMPILE_ERROR"
+    TIME_LIMIT = "TIME_LIMIT"
+    MEMORY_LIMIT = "MEMORY_LIMIT"
+    OUTPUT_LIMIT = "OUTPUT_LIMIT"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    CANCELLED = "CANCELLED"
+    INFRA_ERROR = "INFRA_ERROR"
+
+    @property
+    def is_about_the_program(self) -> bool:
+        """False for what is retried and never becomes a reward."""
+        return self not in (Verdict.INFRA_ERROR, Verdict.CANCELLED)
+
+
+class Lane(enum.StrEnum):
+    """Who goes first: somebody waiting for an answer, or a batch."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+class ComparisonMode(enum.StrEnum):
+    """How an answer is compared with what was expected; ``services.envgateway.judge.compare`` has the rules."""
+
+    EXACT = "exact"  # byte for byte
+    STRIPPED = "stripped"  # without white space at both ends of the whole
+    LINES = "lines"  # line by line, without trailing white space and trailing empty lines
+    TOKENS = "tokens"  # white-space separated words
+    FLOAT = "float"  # words; those that are numbers within a tolerance
+    UNORDERED_LINES = "unordered_lines"  # lines as a multiset
+    UNORDERED_TOKENS = "unordered_tokens"  # words as a multiset
+    JSON = "json"  # both are JSON and equal as such
+    LITERAL = "literal"  # both are Python literals and equal as such
+    VALUE = "value"  # returned values, as Python's == on plain data
+    VALUE_UNORDERED = "value_unordered"  # the same, the outermost list as a multiset
+    VALUE_FLOAT = "value_float"  # the same, numbers within a tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Which rule decides; None takes ``LINES`` for programs and ``VALUE`` for calls. NaN equals nothing, ever.
+
+    >>> Comparison(mode=ComparisonMode.FLOAT, tolerance=1e-4).mode
+    <ComparisonMode.FLOAT: 'float'>
+    """
+
+    mode: ComparisonMode | None = None
+    tolerance: float = 1e-6  # relative or absolute, whichever is wider
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdinCase:
+    """One input of a program; without ``expected`` it only has to end with exit code 0."""
+
+    stdin: str = ""
+    expected: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdinTests:
+    """The program reads stdin and writes stdout."""
+
+    cases: tuple[StdinCase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCase:
+    """One call: plain data (None, bool, int, float, str, bytes, list, tuple, set, dict, ``plain.Linked``/``Tree``)."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    expected: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTests:
+    """``entry_point`` is a function (``add``) or a method of a fresh object (``Solution().twoSum``).
+
+    >>> CallTests(entry_point="add", cases=(CallCase(args=(1, 2), expected=3),)).cases[0].expected
+    3
+    """
+
+    entry_point: str
+    cases: tuple[CallCase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssertTests:
+    """Test code: bare asserts, or a ``check(candidate)`` that it calls or leaves to be called.
+
+    ``preamble`` is trusted code that the tests may use, such as the task's own prompt. The program never sees either:
+    the tests run in an interpreter of their own and call the program from there.
+    """
+
+    tests: str
+    entry_point: str = ""  # what ``candidate`` is; read from the tests' own call of check where it has one
+    preamble: str = ""
+
+
+Tests: TypeAlias = StdinTests | CallTests | AssertTests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRequest:
+    """One program and how to judge it. Limits are per case; ``stop_early`` ends at the first case that is not OK.
+
+    >>> tests = StdinTests(cases=(StdinCase(stdin="1 2", expected="3"),))
+    >>> request = JudgeRequest(code="print(sum(map(int, input().split())))", tests=tests)
+    >>> JudgeRequest.from_json(request.to_json()) == request
+    True
+    """
+
+    code: str
+    tests: Tests
+    language: str = "python"  # or "cpp"
+    comparison: Comparison = field(default_factory=Comparison)
+    limits: ExecutionLimits = field(default_factory=ExecutionLimits)
+    stop_early: bool = False
+    lane: Lane = Lane.BATCH
+    request_id: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        mode = self.comparison.mode
+        return {
+            "code": self.code,
+            "tests": _tests_to_json(self.tests),
+            "language": self.language,
+            "comparison": {"mode": mode.value if mode else None, "tolerance": self.comparison.tolerance},
+            "limits": self.limits.to_json(),
+            "stop_early": self.stop_early,
+            "lane": self.lane.value,
+            "request_id": self.request_id,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> JudgeRequest:
+        mode = data["comparison"]["mode"]
+        return JudgeRequest(
+            code=data["code"],
+            tests=_tests_from_json(data["tests"]),
+            language=data["language"],
+            comparison=Comparison(
+                mode=ComparisonMode(mode) if mode else None, tolerance=data["comparison"]["tolerance"]
+            ),
+            limits=ExecutionLimits.from_json(data["limits"]),
+            stop_early=data["stop_early"],
+            lane=Lane(data["lane"]),
+            request_id=data["request_id"],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """How one case went. Output is cut to what a person would read; ``truncated`` says so."""
+
+    index: int
+    verdict: Verdict
+    detail: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    truncated: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        data = {name: getattr(self, name) for name in self.__slots__}
+        data["verdict"] = self.verdict.value
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> CaseResult:
+        return CaseResult(**{**data, "verdict": Verdict(data["verdict"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeResult:
+    """``verdict`` is OK when every case is, else that of the first case that is not.
+
+    With ``stop_early`` the cases after the first failure are missing; otherwise every case is there.
+    """
+
+    verdict: Verdict
+    cases: tuple[CaseResult, ...] = ()
+    num_cases: int = 0  # asked for; more than len(cases) after an early stop
+    tier: str = ""
+    detail: str = ""
+    request_id: str = ""
+
+    @property
+    def num_passed(self) -> int:
+        return sum(case.verdict is Verdict.OK for case in self.cases)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict.value,
+            "cases": [case.to_json() for case in self.cases],
+            "num_cases": self.num_cases,
+            "tier": self.tier,
+            "detail": self.detail,
+            "request_id": self.request_id,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> JudgeResult:
+        cases = tuple(CaseResult.from_json(case) for case in data["cases"])
+        return JudgeResult(**{**data, "verdict": Verdict(data["verdict"]), "cases": cases})
+
+
+def _tests_to_json(tests: Tests) -> dict[str, Any]:
+    if isinstance(tests, StdinTests):
+        return {"kind": "stdin", "cases": [[case.stdin, case.expected] for case in tests.cases]}
+    if isinstance(tests, CallTests):
+        cases = [
+            [plain.to_tree(case.args), plain.to_tree(case.kwargs), plain.to_tree(case.expected)] for case in tests.cases
+        ]
+        return {"kind": "call", "entry_point": tests.entry_point, "cases": cases}
+    return {"kind": "assert", "tests": tests.tests, "entry_point": tests.entry_point, "preamble": tests.preamble}
+
+
+def _tests_from_json(data: dict[str, Any]) -> Tests:
+    match data["kind"]:
+        case "stdin":
+            return StdinTests(
+                cases=tuple(StdinCase(stdin=stdin, expected=expected) for stdin, expected in data["cases"])
+            )
+        case "call":
+            decoded = (tuple(plain.from_tree(part) for part in case) for case in data["cases"])
+            return CallTests(
+                entry_point=data["entry_point"],
+                cases=tuple(
+                    CallCase(args=args, kwargs=kwargs, expected=expected) for args, kwargs, expected in decoded
+                ),
+            )
+        case "assert":
+            return AssertTests(tests=data["tests"], entry_point=data["entry_point"], preamble=data["preamble"])
+        case other:
+            raise InvalidRequestError(f"tests of kind {other!r}; there are stdin, call and assert")

@@ -1,0 +1,48 @@
+"""From what the sandbox saw to what the judge says: verdicts of cases and of whole requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.envgateway.judge.records import CaseResult, JudgeRequest, JudgeResult, Verdict
+from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
+
+_SHOWN_BYTES = 2000
+RETRYABLE = (ExecutionStatus.INFRA_ERROR,)
+
+
+def case_result(index: int, run: ExecutionResult, verdict: Verdict | None = None, detail: str = "") -> CaseResult:
+    """A case that was one run; ``verdict`` where the judge knows better than the sandbox."""
+    return CaseResult(
+        index=index,
+        verdict=verdict if verdict is not None else Verdict(run.status.value),
+        detail=detail or run.detail,
+        stdout=run.stdout[:_SHOWN_BYTES].decode(errors="replace"),
+        stderr=run.stderr[-_SHOWN_BYTES:].decode(errors="replace"),
+        truncated=run.truncated,
+        exit_code=run.exit_code,
+        signal=run.signal,
+        wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        peak_memory_bytes=run.peak_memory_bytes,
+    )
+
+
+def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:
+    """What failed first decides, but never the machinery where the program failed as well."""
+    failed = [case for case in cases if case.verdict is not Verdict.OK]
+    about_program = [case for case in failed if case.verdict.is_about_the_program]
+    first = next(iter(about_program or failed), None)
+    return JudgeResult(
+        verdict=first.verdict if first else Verdict.OK,
+        cases=tuple(cases),
+        num_cases=num_cases,
+        tier=tier,
+        detail=f"case {first.index}: {first.detail}" if first else "",
+        request_id=request.request_id,
+    )
+
+
+def refused(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
+    """A request that cannot be judged as it is."""
+    return JudgeResult(verdict=Verdict.INVALID_REQUEST, detail=detail, tier=tier, request_id=request.request_id)

@@ -1,0 +1,1 @@
+"""Where executions and judgements wait for a slot."""

@@ -1,0 +1,117 @@
+"""``code``: a completion is right when its program passes every test of the task.
+
+The program is the last fenced block, or the whole text when there is none. A task's row has its tests in one of the forms
+
+    {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
+    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
+    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code}
+
+Every case is run and reported on its own; the first that fails decides what is said. Machinery that failed is no reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
+from services.envgateway.judge.records import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    JudgeRequest,
+    JudgeResult,
+    Lane,
+    StdinCase,
+    StdinTests,
+    Tests,
+    Verdict,
+)
+from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
+from services.envgateway.sandbox.records import ExecutionLimits
+
+CASE_TIME_S = 6.0
+JUDGING_TIMEOUT_S = 600.0  # of all cases together, the queue included
+
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+
+
+class JudgeQueue(Protocol):
+    """Where requests wait for a slot."""
+
+    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
+
+
+class CodeReward:
+    """A reward function over the judge."""
+
+    timeout_s = JUDGING_TIMEOUT_S
+
+    def __init__(self, queue: JudgeQueue) -> None:
+        self._queue = queue
+
+    async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
+        """Raises ``InvalidRequestError`` for a task whose tests are not understood."""
+        tests = read_tests(task)
+        code = program_of(completion)
+        if not code.strip():
+            return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
+        if isinstance(tests, AssertTests) and tests.preamble and not _defines(code, tests.entry_point):
+            code = tests.preamble + code  # the completion goes on where the prompt ended
+        request = JudgeRequest(code=code, tests=tests, limits=ExecutionLimits(wall_s=CASE_TIME_S), lane=Lane.BATCH)
+        try:
+            result = await self._queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=self.timeout_s)
+        except (CapacityError, DeadlineError) as error:
+            return grader_failed(error.message)
+        return _reward(result)
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block, or the whole text.
+
+    >>> program_of("First ```python\\nprint(1)\\n``` then ```\\nprint(2)\\n``` done")
+    'print(2)\\n'
+    """
+    blocks = _FENCED.findall(completion)
+    return str(blocks[-1]) if blocks else completion
+
+
+def read_tests(task: Mapping[str, Any]) -> Tests:
+    """The tests of a row; ``InvalidRequestError`` says what is wrong with them."""
+    tests = task.get("tests")
+    if not isinstance(tests, Mapping):
+        raise InvalidRequestError("the task has no tests: a row needs `tests` with a `kind`")
+    try:
+        if tests["kind"] == "stdin":
+            cases = tuple(StdinCase(stdin=case["stdin"], expected=case.get("expected")) for case in tests["cases"])
+            return StdinTests(cases=cases)
+        if tests["kind"] == "call":
+            return CallTests(
+                entry_point=tests["entry_point"],
+                cases=tuple(CallCase(args=tuple(case["args"]), expected=case["expected"]) for case in tests["cases"]),
+            )
+        if tests["kind"] == "assert":
+            return AssertTests(
+                tests=tests["tests"], entry_point=tests.get("entry_point", ""), preamble=tests.get("preamble", "")
+            )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequestError(f"the task's tests are not as they should be: {error!r}") from None
+    raise InvalidRequestError(f"the task's tests are of kind {tests['kind']!r}; there are stdin, call and assert")
+
+
+def _defines(code: str, name: str) -> bool:
+    return (
+        bool(name)
+        and re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
+    )
+
+
+def _reward(result: JudgeResult) -> RewardResult:
+    if result.verdict is Verdict.OK:
+        return CORRECT
+    passed = f"{result.num_passed} of {result.num_cases} cases pass"
+    detail = "; ".join(part for part in (f"{result.verdict}", passed, result.detail) if part)
+    if not result.verdict.is_about_the_program:
+        return grader_failed(detail)
+    return RewardResult(outcome=RewardOutcome.WRONG, detail=detail)

@@ -1,0 +1,68 @@
+"""The two-way channel of an interactive run: what the gateway says goes in, what the harness answers comes out.
+
+Bytes only; both directions are bounded: the gateway's by what it chooses to send, the program's by ``answer_bytes``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+from .run import Run
+
+
+class Conversation:
+    """Registered with the supervisor's epoll for as long as the run lasts."""
+
+    def __init__(self, epoll: select.epoll, run: Run, ask_fd: int, first: bytes) -> None:
+        self._epoll = epoll
+        self.run = run
+        self.ask_fd = ask_fd
+        self.answer_fd = run.answer.fd
+        self._unsent = bytearray()
+        self._writing = False
+        self._listening = True
+        os.set_blocking(ask_fd, False)
+        epoll.register(self.answer_fd, select.EPOLLIN)
+        self.say(first)
+
+    def say(self, data: bytes) -> None:
+        """To the harness, as far as it reads; the rest when it does."""
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> None:
+        while self._unsent:
+            try:
+                sent = os.write(self.ask_fd, self._unsent[: 1 << 16])
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # it reads no more; its end says the rest
+                self._unsent.clear()
+                break
+            del self._unsent[:sent]
+        if bool(self._unsent) != self._writing:
+            self._writing = bool(self._unsent)
+            if self._writing:
+                self._epoll.register(self.ask_fd, select.EPOLLOUT)
+            else:
+                self._epoll.unregister(self.ask_fd)
+
+    def hear(self) -> bytes:
+        """What has come from the harness since the last call."""
+        self.run.answer.drain()
+        if self._listening and (not self.run.answer.open or self.run.answer.truncated):
+            self._stop_listening()
+        return self.run.answer.take() if not self.run.answer.truncated else b""
+
+    def _stop_listening(self) -> None:
+        self._listening = False
+        if self.run.answer.open:
+            self._epoll.unregister(self.answer_fd)  # a closed descriptor has left by itself
+
+    def close(self) -> None:
+        if self._writing:
+            self._epoll.unregister(self.ask_fd)
+        os.close(self.ask_fd)
+        if self._listening:
+            self._stop_listening()

@@ -1,0 +1,52 @@
+"""Messages between the supervisor and its fork servers, over a seqpacket socket with descriptors.
+
+supervisor → zygote   Start with descriptors (see ``FDS``), or Kill
+zygote → supervisor   Started with the child's pid, then Ended; exactly one of each per Start
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+START, KILL = b"S", b"K"
+STARTED, ENDED = b"s", b"e"
+
+# What a child does with its source.
+PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY = b"P", b"N", b"C", b"S", b"T", b"K", b"X"
+MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
+         "binary": BINARY}  # fmt: skip
+
+# program text, stdin, stdout, stderr, note, ask, answer; at tier 2 also the slot's pid namespace
+SOURCE_FD, STDIN_FD, STDOUT_FD, STDERR_FD, NOTE_FD, ASK_FD, ANSWER_FD, NAMESPACE_FD = range(8)
+MAX_FDS = 8
+
+READY_NOTE, FAILED_NOTE = b"R", b"E"
+OUT_OF_MEMORY_NOTE, NO_COMPILE_NOTE = b"M", b"C"
+FAILED_EXIT = 120
+
+
+class Start(NamedTuple):
+    """One run as a zygote is told of it."""
+
+    kind: bytes
+    run: int
+    mode: bytes
+    slot: int
+    uid: int
+    cpu_s: float
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+    open_files: int
+    disk_bytes: int
+    num_files: int
+    mark: int
+
+
+START_STRUCT = struct.Struct("!cQciIdQIQIQIQ")
+ENDED_STRUCT = struct.Struct("!cQiidQ")  # kind, run, pid, wait status, cpu_s, peak resident bytes
+
+
+def kill(run: int) -> bytes:
+    return START_STRUCT.pack(*Start(KILL, run, PROGRAM, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))

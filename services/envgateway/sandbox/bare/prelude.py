@@ -1,0 +1,37 @@
+"""What call-style problems take for granted: common names without an import, and nodes of lists and trees.
+
+Executed into the program's module before its source, only for methods of ``Solution``; and before test code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import plain
+
+_STAR = ("typing", "functools", "collections", "itertools", "heapq", "bisect", "string", "operator", "math")
+_WHOLE = ("random", "functools", "collections", "string", "math", "datetime", "itertools", "heapq", "bisect", "re",
+          "typing", "operator")  # fmt: skip
+
+
+def fill(namespace: dict[str, Any]) -> None:
+    """Names that the program's own definitions then replace."""
+    for name in _STAR:
+        module = __import__(name)
+        names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+        namespace.update((n, getattr(module, n)) for n in names)
+    for name in _WHOLE:
+        namespace[name] = __import__(name)
+    namespace["inf"] = float("inf")
+    namespace["pow"] = pow  # math's would hide the built-in with three arguments
+    namespace["ListNode"] = plain.ListNode
+    namespace["TreeNode"] = plain.TreeNode
+
+
+def fill_tests(namespace: dict[str, Any]) -> None:
+    """The same, and what tests build and compare nodes with."""
+    fill(namespace)
+    namespace["list_node"] = plain.build_list
+    namespace["tree_node"] = plain.build_tree
+    namespace["is_same_list"] = lambda a, b: plain.encode(a) == plain.encode(b)
+    namespace["is_same_tree"] = lambda a, b: plain.encode(a) == plain.encode(b)

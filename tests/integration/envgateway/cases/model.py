@@ -1,0 +1,149 @@
+"""What a bad input is here: a request, the verdicts that are right for it, and what else must be true of the answer.
+
+Every hostile program is bounded by itself as well, in time, processes and bytes: it may run where nothing holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from services.common.config.envgateway import SandboxConfig
+from services.envgateway.judge.records import (
+    CaseResult,
+    Comparison,
+    JudgeRequest,
+    JudgeResult,
+    StdinCase,
+    StdinTests,
+    Tests,
+    Verdict,
+)
+from services.envgateway.sandbox.records import ExecutionLimits
+
+OK, WA, RE, CE = Verdict.OK, Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR, Verdict.COMPILE_ERROR
+TL, ML, OL, IR = Verdict.TIME_LIMIT, Verdict.MEMORY_LIMIT, Verdict.OUTPUT_LIMIT, Verdict.INVALID_REQUEST
+
+OUTPUT_CAP = 20_000
+CONFIG = SandboxConfig(
+    num_slots=2,
+    wall_time_s=10.0,
+    cpu_time_s=10.0,
+    memory_bytes=192 << 20,
+    num_processes=8,
+    output_bytes=OUTPUT_CAP,
+    file_bytes=1 << 20,
+    disk_bytes=4 << 20,
+    num_files=256,
+    compile_time_s=8.0,
+    compile_memory_bytes=512 << 20,
+    prewarm_scientific=False,
+)
+CANARY = "planted-" + "canary"  # in the judge's environment, in a file, in its memory; no program may print it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a program may be told of the machine around it."""
+
+    judge_pid: int
+    tcp_port: int
+    udp_port: int
+    canary_file: Path
+
+    def fill(self, code: str) -> str:
+        return (
+            code.replace("JUDGE_PID", str(self.judge_pid))
+            .replace("TCP_PORT", str(self.tcp_port))
+            .replace("UDP_PORT", str(self.udp_port))
+            .replace("CANARY_INCLUDE", f'"{self.canary_file}"')
+            .replace("CANARY_FILE", repr(str(self.canary_file)))
+            .replace("PACKAGE_FILE", repr(os.__file__))
+        )
+
+
+@contextmanager
+def open_world() -> Iterator[World]:
+    """Two open ports, a readable secret in a file, the same in our environment; the file must survive."""
+    # not below a test's own directory, which is closed: only the sandbox may keep programs from this file
+    canary_file = Path(f"/var/tmp/millrace-{os.getpid()}-canary")
+    canary_file.write_text(CANARY)
+    canary_file.chmod(0o644)
+    os.environ["CANARY"] = CANARY
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.bind(("127.0.0.1", 0))
+            yield World(
+                judge_pid=os.getpid(),
+                tcp_port=tcp.getsockname()[1],
+                udp_port=udp.getsockname()[1],
+                canary_file=canary_file,
+            )
+        assert canary_file.read_text() == CANARY
+    finally:
+        del os.environ["CANARY"]
+        canary_file.unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """One bad input. ``number`` is the row of the table that it belongs to."""
+
+    number: int
+    name: str
+    request: JudgeRequest
+    verdicts: frozenset[Verdict]
+    check: Callable[[JudgeResult], bool] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.name}"
+
+    def request_in(self, world: World) -> JudgeRequest:
+        return replace(self.request, code=world.fill(self.request.code))
+
+    def wrong(self, result: JudgeResult) -> str:
+        """What is not as it must be; empty when all is."""
+        said = [(c.verdict.value, c.detail, c.stdout[-200:], c.stderr[-200:], c.wall_s, c.cpu_s) for c in result.cases]
+        if result.verdict not in self.verdicts:
+            return f"{self}: {result.verdict.value} ({result.detail}) is none of {sorted(self.verdicts)}: {said}"
+        if self.check is not None and not self.check(result):
+            return f"{self}: the answer is not as it must be: {said}"
+        return f"{self}: the canary was seen" if CANARY in repr(result) else ""
+
+
+def bad(
+    number: int,
+    name: str,
+    code: str,
+    *verdicts: Verdict,
+    expected: str | None = None,
+    stdin: str = "",
+    tests: Tests | None = None,
+    comparison: Comparison | None = None,
+    check: Callable[[JudgeResult], bool] | None = None,
+    language: str = "python",
+    **limits: Any,
+) -> Bad:
+    """A bad input, as a program on stdin unless it brings tests."""
+    request = JudgeRequest(
+        code=code,
+        language=language,
+        tests=tests if tests is not None else StdinTests(cases=(StdinCase(stdin=stdin, expected=expected),)),
+        comparison=comparison or Comparison(),
+        limits=ExecutionLimits(**{"wall_s": 3.0, **limits}),
+    )
+    return Bad(number=number, name=name, request=request, verdicts=frozenset(verdicts), check=check)
+
+
+def first(result: JudgeResult) -> CaseResult:
+    return result.cases[0]
+
+
+HONEST = JudgeRequest(
+    code="print(sum(map(int, input().split())))", tests=StdinTests(cases=(StdinCase(stdin="20 22", expected="42"),))
+)

@@ -1,0 +1,58 @@
+"""Every bad input at tier 2 and at tier 1: its verdict, a clean slot, an unaffected next program, no canary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import pytest_asyncio
+
+from services.common.errors import SandboxRefusedError
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import Verdict
+from services.envgateway.sandbox.pool import SandboxPool
+
+from .cases import ALL, Bad
+from .cases.model import CONFIG, HONEST, World, open_world
+from .sandbox_state import assert_clean
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with open_world() as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["2", "1"])
+async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[SandboxPool]:
+    """One sandbox a tier, for all cases; the probe's own words skip a tier that does not work here."""
+    try:
+        started = SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": request.param}))
+    except SandboxRefusedError as refusal:
+        pytest.skip(refusal.message)
+    yield started
+    await started.close()
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+async def test_a_bad_input_gets_its_verdict_and_leaves_nothing(pool: SandboxPool, world: World, case: Bad) -> None:
+    if case.request.language == "cpp" and not pool.has_cpp:
+        pytest.skip("no C++ compiler")
+    if case.number in (14, 20, 21) and pool.tier == "1" and not _landlock(pool):
+        pytest.skip(
+            "this kernel has no Landlock: world-readable files and world-writable directories stay open at tier 1"
+        )
+    neighbour = asyncio.create_task(Judge(pool).judge(HONEST))
+    result = await Judge(pool).judge(case.request_in(world))
+    assert case.wrong(result) == ""
+    assert result.tier == pool.tier
+    assert (await neighbour).verdict is Verdict.OK
+    assert pool.counts["restarts"] == 0
+    await assert_clean(pool)
+
+
+def _landlock(pool: SandboxPool) -> int:
+    return int(pool._supervisor.facts["landlock_abi"]) if pool._supervisor else 0

@@ -1,0 +1,156 @@
+"""Two lanes in front of the slots: interactive first, one slot never given to batch, nobody forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.common.errors import CapacityError, DeadlineError
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, StdinCase, StdinTests, Verdict
+from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+
+
+class Slots:
+    """Runs programs until it is told to let them end; counts how many run at once."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.running = 0
+        self.most = 0
+        self.gates: dict[str, asyncio.Event] = {}
+
+    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult:
+        self.started.append(request.code)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.gates.setdefault(request.code, asyncio.Event()).wait()
+        finally:
+            self.running -= 1
+        return ExecutionResult(status=ExecutionStatus.OK)
+
+    async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
+        await self.run(ExecutionRequest(code=request.code))
+        return JudgeResult(verdict=Verdict.OK)
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self.gates.setdefault(name, asyncio.Event()).set()
+
+
+class World:
+    def __init__(self, num_slots: int = 2, queue_size: int = 100) -> None:
+        self.slots = Slots()
+        self.queue = EmbeddedQueue(self.slots, self.slots, num_slots=num_slots, queue_size=queue_size)
+
+    async def submit(self, name: str, lane: Lane, deadline_s: float = 20.0) -> asyncio.Task[Any]:
+        job = ExecutionRequest(code=name)
+        task = asyncio.create_task(self.queue.run(job, lane=lane, request_id=name, deadline_s=deadline_s))
+        await settle()
+        return task
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_interactive_jobs_go_before_batch_jobs_that_came_first() -> None:
+    world = World(num_slots=1)
+    tasks = [
+        await world.submit("b1", Lane.BATCH),
+        await world.submit("b2", Lane.BATCH),
+        await world.submit("i1", Lane.INTERACTIVE),
+    ]
+    world.slots.end("b1", "b2", "i1")
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+    assert world.slots.started == ["b1", "i1", "b2"] and world.slots.most == 1
+
+
+async def test_one_slot_is_never_given_to_batch() -> None:
+    world = World(num_slots=3)
+    tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(5)]
+    assert world.slots.started == ["b0", "b1"]
+    tasks.append(await world.submit("i", Lane.INTERACTIVE))
+    assert world.slots.started[-1] == "i" and world.slots.running == 3
+    world.slots.end("i", *(f"b{n}" for n in range(5)))
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+    assert world.slots.most == 3 and set(world.slots.started) == {"i", "b0", "b1", "b2", "b3", "b4"}
+
+
+async def test_a_full_queue_tells_when_to_come_back() -> None:
+    world = World(num_slots=1, queue_size=2)
+    tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(3)]
+    with pytest.raises(CapacityError) as refused:
+        await world.queue.run(ExecutionRequest(code="x"), lane=Lane.INTERACTIVE, request_id="x", deadline_s=1)
+    assert refused.value.retry_after_s is not None and 0.5 <= refused.value.retry_after_s <= 30
+    world.slots.end("b0", "b1", "b2")
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+
+
+async def test_a_deadline_that_passes_takes_the_job_out_and_is_named() -> None:
+    world = World(num_slots=1)
+    first = await world.submit("b0", Lane.BATCH)
+    late = await world.submit("b1", Lane.BATCH, deadline_s=0.02)
+    with pytest.raises(DeadlineError, match=r"b1 got no slot within 0\.02 s"):
+        await late
+    world.slots.end("b0")
+    await first
+    assert world.slots.started == ["b0"] and world.queue.gauges["queue_batch_waiting"] == 0
+
+
+async def test_who_leaves_while_waiting_or_running_frees_its_place() -> None:
+    world = World(num_slots=1)
+    running, waiting, last = [await world.submit(name, Lane.INTERACTIVE) for name in ("a", "b", "c")]
+    waiting.cancel()
+    await settle()
+    running.cancel()
+    await settle()
+    assert world.slots.started == ["a", "c"]
+    world.slots.end("c")
+    async with asyncio.timeout(5):
+        await last
+    assert sum(world.queue.gauges[f"queue_{lane}_running"] for lane in Lane) == 0
+
+
+async def test_a_turn_given_to_somebody_who_leaves_at_that_moment_goes_on_to_the_next() -> None:
+    world = World(num_slots=1)
+    running, leaving, last = [await world.submit(name, Lane.BATCH) for name in ("a", "b", "c")]
+    world.slots.end("a", "c")
+    running.add_done_callback(lambda _: leaving.cancel())
+    async with asyncio.timeout(5):
+        await last
+    assert "c" in world.slots.started
+
+
+async def test_judgements_take_turns_with_executions() -> None:
+    world = World(num_slots=1)
+    request = JudgeRequest(code="j", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
+    world.slots.end("j")
+    result = await world.queue.run(request, lane=Lane.BATCH, request_id="j", deadline_s=5)
+    assert result.verdict is Verdict.OK and world.slots.started == ["j"]
+
+
+async def test_a_flood_leaves_nothing_behind() -> None:
+    world = World(num_slots=3, queue_size=1000)
+    names = [f"{lane}{n}" for n in range(150) for lane in Lane]
+    world.slots.end(*names)
+    async with asyncio.timeout(10):
+        await asyncio.gather(
+            *(
+                world.queue.run(
+                    ExecutionRequest(code=name),
+                    lane=Lane.INTERACTIVE if name.startswith("interactive") else Lane.BATCH,
+                    request_id=name,
+                    deadline_s=5,
+                )
+                for name in names
+            )
+        )
+    assert sorted(world.slots.started) == sorted(names) and world.slots.most <= 3 and world.slots.running == 0

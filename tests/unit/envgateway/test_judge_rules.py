@@ -1,0 +1,338 @@
+"""The rules of comparison, the tree form of plain data, reading asserts: all without a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.envgateway.judge.asserts import Relation, UnreadableTestsError, read
+from services.envgateway.judge.compare import difference
+from services.envgateway.judge.literals import NotLiteralError, tree_of
+from services.envgateway.judge.records import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    CaseResult,
+    Comparison,
+    ComparisonMode,
+    JudgeRequest,
+    JudgeResult,
+    Lane,
+    StdinCase,
+    StdinTests,
+    Verdict,
+)
+from services.envgateway.judge.results import whole_result
+from services.envgateway.judge.values import ValueRule, equal, key, shown, truth
+from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
+
+M = ComparisonMode
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    HASHABLE,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(HASHABLE, inner, max_size=3) | st.sets(HASHABLE, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_plain_data_survives_both_ways(value: Any) -> None:
+    tree = json.loads(plain.encode(value))
+    assert tree == plain.to_tree(value)
+    back = plain.from_tree(tree)
+    assert back == value and type(back) is type(value)
+
+
+@given(VALUES, VALUES)
+def test_strict_equality_of_trees_is_pythons(first: Any, second: Any) -> None:
+    strict = ValueRule(strict=True)
+    a, b = plain.to_tree(first), plain.to_tree(second)
+    assert equal(a, b, strict) == (first == second)
+    assert equal(a, a, strict)
+
+
+@given(VALUES, VALUES)
+def test_equal_values_share_a_key(first: Any, second: Any) -> None:
+    a, b = plain.to_tree(first), plain.to_tree(second)
+    if first == second:
+        assert key(a) == key(b)
+    if key(a) == key(b):
+        assert equal(a, b, ValueRule())
+
+
+@given(st.recursive(st.none() | st.text() | st.integers(), lambda i: st.lists(i, max_size=4), max_leaves=20))
+def test_no_tree_of_a_stranger_breaks_a_comparison(tree: Any) -> None:
+    assert equal(tree, tree, ValueRule()) in (True, False)
+    assert isinstance(shown(tree), str) and truth(tree) in (True, False, None)
+
+
+def test_nan_equals_nothing() -> None:
+    nan = plain.to_tree(math.nan)
+    for rule in (ValueRule(), ValueRule(tolerance=1e9), ValueRule(unordered=True)):
+        for value in (nan, ["l", nan], ["s", nan], ["d", "a", nan], ["t", ["l", nan]]):
+            assert not equal(value, value, rule)
+
+
+def test_objects_equal_nothing_and_are_neither_true_nor_false() -> None:
+    thing = json.loads(plain.encode(object()))
+    assert not equal(thing, thing, ValueRule()) and truth(thing) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "rule", "same"),
+    [
+        ([1, 2], (1, 2), ValueRule(), True),
+        ([1, 2], (1, 2), ValueRule(strict=True), False),
+        (1, True, ValueRule(strict=True), True),
+        (1, 1.0, ValueRule(strict=True), True),
+        ("1", 1, ValueRule(), False),
+        ([1, 2, 2], [2, 1, 2], ValueRule(unordered=True), True),
+        ([1, 2, 2], [2, 1, 1], ValueRule(unordered=True), False),
+        ([[1, 2]], [[2, 1]], ValueRule(unordered=True), False),
+        (0.3, 0.1 + 0.2, ValueRule(), False),
+        ([0.3], [0.1 + 0.2], ValueRule(tolerance=1e-9), True),
+        (10000, 10001, ValueRule(tolerance=1e-3), False),
+        (math.inf, math.inf, ValueRule(tolerance=1e-3), True),
+        (math.inf, 1e308, ValueRule(tolerance=1e-3), False),
+        ({"a": 1}, {"a": 1.0}, ValueRule(strict=True), True),
+        ({1: "a"}, {"1": "a"}, ValueRule(), False),
+        ({1, 2}, frozenset({2, 1}), ValueRule(strict=True), True),
+        (plain.Linked([1, 2]), plain.Linked([1, 2]), ValueRule(), True),
+        (plain.Linked([1, 2]), [1, 2], ValueRule(), False),
+    ],
+)
+def test_values_compare_by_rule(expected: Any, actual: Any, rule: ValueRule, same: bool) -> None:
+    assert equal(plain.to_tree(expected), plain.to_tree(actual), rule) is same
+
+
+def test_overridden_methods_have_no_say_in_what_is_written() -> None:
+    class Liar(int):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __int__(self) -> int:
+            return 42
+
+        __index__ = __int__
+
+        def __repr__(self) -> str:
+            return "42"
+
+    class LyingList(list[int]):
+        def __iter__(self) -> Any:
+            return iter([42])
+
+    assert json.loads(plain.encode([Liar(7), LyingList([7])])) == ["l", 7, ["l", 7]]
+
+
+def test_values_without_an_end_are_refused() -> None:
+    node = plain.ListNode(1)
+    node.next = node
+    with pytest.raises(plain.TooLargeError):
+        plain.encode(node)
+    wide: list[Any] = [1]
+    for _ in range(60):
+        wide = [wide, wide]
+    with pytest.raises(plain.TooLargeError):
+        plain.encode(wide)
+    own: list[Any] = []
+    own.append(own)
+    assert '["o","list"]' in plain.encode(own)
+
+
+@pytest.mark.parametrize("values", [[], [1], [1, 2, 3], [1, None, 2], [1, 2, None, 3, None, 4], [5, 4, 7, 3, None, 2]])
+def test_trees_of_nodes_are_written_level_by_level(values: list[Any]) -> None:
+    assert json.loads(plain.encode(plain.build_tree(values))) == (["T", *values] if values else None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected", "printed", "same"),
+    [
+        (None, "1\n2\n", b"1 \n2\n\n", True),
+        (None, "1 2", b"1  2", False),
+        (None, "a\r\nb", b"a\nb\n", True),
+        (None, "", b"\n \n", True),
+        (None, " 1", b"1", False),
+        (M.EXACT, "1\n", b"1\n", True),
+        (M.EXACT, "1\n", b"1", False),
+        (M.STRIPPED, "1 2\n", b"\n 1 2", True),
+        (M.STRIPPED, "1 2", b"1  2", False),
+        (M.TOKENS, "1 2\n3", b"1\n2 3", True),
+        (M.TOKENS, "1 2", b"12", False),
+        (M.FLOAT, "0.5", b".5", True),
+        (M.FLOAT, "1e3", b"1000.0000001", True),
+        (M.FLOAT, "1", b"1.1", False),
+        (M.FLOAT, "yes 1.0", b"yes 1.0000001", True),
+        (M.FLOAT, "1_0", b"10", False),
+        (M.FLOAT, "NaN", b"NaN", False),
+        (M.FLOAT, "1", b"nan", False),
+        (M.FLOAT, "inf", b"-inf", False),
+        (M.FLOAT, "007", b"+7", True),
+        (M.FLOAT, "-0", b"0", True),
+        (M.FLOAT, "9" * 400, b"8" * 400, False),
+        (M.UNORDERED_LINES, "a b\nc", b"c\na b", True),
+        (M.UNORDERED_LINES, "a\na", b"a\nb", False),
+        (M.UNORDERED_TOKENS, "1 2 2", b"2\n1 2", True),
+        (M.JSON, '{"a": [1, 2]}', b'{ "a" : [1.0,2] }', True),
+        (M.JSON, "1", b'"1"', False),
+        (M.JSON, "[1]", b"[1", False),
+        (M.LITERAL, "(1, 'a')", b'(1,"a")', True),
+        (M.LITERAL, "[1]", b"(1,)", False),
+        (M.LITERAL, "{1: {2, 3}}", b"{1: {3, 2}}", True),
+        (M.LITERAL, "1", b"__import__('os')", False),
+    ],
+)
+def test_printed_text_compares_by_mode(mode: ComparisonMode | None, expected: str, printed: bytes, same: bool) -> None:
+    assert (difference(expected, printed, Comparison(mode=mode)) == "") is same
+
+
+@given(st.text(), st.binary(), st.sampled_from([mode for mode in M if not mode.value.startswith("value")]))
+def test_no_output_breaks_a_comparison(expected: str, printed: bytes, mode: ComparisonMode) -> None:
+    if mode is M.EXACT:
+        assert (difference(expected, printed, Comparison(mode=mode)) == "") == (expected.encode() == printed)
+    assert isinstance(difference(expected, printed, Comparison(mode=mode)), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3 * 19", 57),
+        ("[1, -2.5, (3,), {4}, {'a': None}]", [1, -2.5, (3,), {4}, {"a": None}]),
+        ("'ab' + 'c'", "abc"),
+        ("0 ** 0", 1),
+        ("float('inf')", math.inf),
+        ("tuple([1, 2])", (1, 2)),
+        ("set()", set()),
+        ("list_node([1, 2])", plain.Linked([1, 2])),
+        ("tree_node([1, None, 2, None])", plain.Tree([1, None, 2])),
+        ("list_node([])", None),
+    ],
+)
+def test_literals_are_read_from_their_text(text: str, value: Any) -> None:
+    assert tree_of(ast.parse(text, mode="eval").body) == plain.to_tree(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["f(1)", "x", "10 ** 10 ** 10", "9 ** 99", "[x for x in y]", "1 / 0", "'a' * 9", "{**x}", "...", "2 << 9"]
+)
+def test_what_is_no_small_literal_is_refused(text: str) -> None:
+    with pytest.raises(NotLiteralError):
+        tree_of(ast.parse(text, mode="eval").body)
+
+
+def _check(*lines: str, after: str = "") -> AssertTests:
+    body = "\n".join(f"    {line}" for line in lines)
+    return AssertTests(tests=f"def check(candidate):\n{body}\n{after}", entry_point="" if after else "f")
+
+
+def test_asserts_are_read_as_calls_and_values() -> None:
+    cases = read(
+        _check(
+            '"""words"""', "assert candidate(1, k=[2]) == 3, 'why'", "assert 3 == candidate(1)", "assert not candidate(2)",
+            "assert candidate(3)", "assert candidate(4) is None", "assert abs(candidate(5) - 0.5) < 1e-6", "assert True",
+        )
+    )  # fmt: skip
+    assert cases is not None
+    assert [case.relation.value for case in cases] == ["equal", "equal", "false", "true", "identical", "near"]
+    assert cases[0].args == ["t", 1] and cases[0].kwargs == ["d", "k", ["l", 2]] and cases[0].expected == 3
+    assert all(case.entry_point == "f" for case in cases)
+    near = cases[-1]
+    assert (
+        near.failure(["f", (0.5 + 1e-7).hex()]) == "" and near.failure(0) and near.failure("x") and near.failure(None)
+    )
+
+
+def test_bare_asserts_and_methods_name_their_own_entry() -> None:
+    cases = read(AssertTests(tests="import math\nassert add(1, 2) == 3\nassert Solution().f(1) == [1]"))
+    assert cases is not None and [case.entry_point for case in cases] == ["add", "Solution().f"]
+    cases = read(_check("assert candidate(n = 1) == 2", after="\n\ncheck(Solution().f)"))
+    assert cases is not None and cases[0].entry_point == "Solution().f"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "for n in [1]:\n    assert f(n) == 1",
+        "assert f(1) == f(2)",
+        "assert f(g) == 1",
+        "assert f(1) in (1, 2)",
+        "x = f(1)\nassert x == 1",
+        "def helper(): return 1\nassert helper() == 1",
+        "assert len(f(1)) == 2",
+        "import math\nassert math.isclose(f(1), 1)",
+        "assert f(1) == 1 and f(2) == 2",
+    ],
+)
+def test_anything_else_has_to_be_run(tests: str) -> None:
+    assert read(AssertTests(tests=tests, entry_point="f")) is None
+
+
+@pytest.mark.parametrize("tests", ["def", "assert candidate(1) == 1", "\0", "(" * 100_000, "x" * 2_000_000])
+def test_tests_that_nobody_can_read_say_so(tests: str) -> None:
+    with pytest.raises(UnreadableTestsError):
+        read(AssertTests(tests=tests))
+
+
+def test_a_relation_is_about_data_only() -> None:
+    thing = json.loads(plain.encode(object()))
+    cases = read(_check("assert candidate(1)", "assert not candidate(1)", "assert candidate(1) is True"))
+    assert cases is not None and all(case.failure(thing) for case in cases)
+    assert cases[2].relation is Relation.IDENTICAL and cases[2].failure(1) and not cases[2].failure(True)
+
+
+@given(VALUES, VALUES, st.text(), st.booleans())
+def test_requests_survive_json(value: Any, other: Any, text: str, flag: bool) -> None:
+    for tests in (
+        StdinTests(cases=(StdinCase(stdin=text, expected=None if flag else text),)),
+        CallTests(entry_point="f", cases=(CallCase(args=(value,), kwargs={"a": other}, expected=value),)),
+        AssertTests(tests=text, entry_point="f", preamble=text),
+    ):
+        request = JudgeRequest(
+            code=text, tests=tests, comparison=Comparison(mode=M.FLOAT if flag else None, tolerance=0.5),
+            limits=ExecutionLimits(wall_s=1.5), stop_early=flag, lane=Lane.INTERACTIVE, request_id=text,
+        )  # fmt: skip
+        assert JudgeRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+
+
+@given(st.binary(), st.text(), st.booleans())
+def test_executions_survive_json(data: bytes, text: str, flag: bool) -> None:
+    request = ExecutionRequest(code=text, stdin=data, limits=ExecutionLimits(memory_bytes=5), echo=flag, language="cpp")
+    assert ExecutionRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+    result = ExecutionResult(
+        status=ExecutionStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag
+    )
+    assert ExecutionResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+def _case(index: int, verdict: Verdict) -> CaseResult:
+    return CaseResult(index=index, verdict=verdict, detail=verdict.value)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "whole"),
+    [
+        ([Verdict.OK, Verdict.OK], Verdict.OK),
+        ([Verdict.OK, Verdict.TIME_LIMIT, Verdict.WRONG_ANSWER], Verdict.TIME_LIMIT),
+        ([Verdict.INFRA_ERROR, Verdict.OK], Verdict.INFRA_ERROR),
+        ([Verdict.INFRA_ERROR, Verdict.WRONG_ANSWER], Verdict.WRONG_ANSWER),
+    ],
+)
+def test_the_first_failure_decides_and_never_the_machinery_where_the_program_failed(
+    verdicts: list[Verdict], whole: Verdict
+) -> None:
+    request = JudgeRequest(code="", tests=StdinTests(cases=()), request_id="r")
+    result = whole_result(request, [_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
+    assert result.verdict is whole and result.request_id == "r"
+    assert JudgeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
