@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.slots import kill_user
 
 log = structlog.get_logger()
@@ -77,10 +78,7 @@ def _sweep_orphans() -> None:
     users: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                uid = entry.stat().st_uid
-            except OSError:  # it has ended
-                continue
+            uid = procfs.live_user(int(entry.name))
             if _FIRST_UID <= uid < _FIRST_UID + _NUM_UIDS:
                 users[uid] = users.get(uid, 0) + 1
     for uid, count in users.items():

@@ -136,7 +136,10 @@ async def test_a_further_replica_takes_the_first_sections_settings(orchestrator:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"workflow": {"name": "tool_usage"}}, "write one of actor_verifier, agent_env, single_turn, tool_math, tool_use"),
+        (
+            {"workflow": {"name": "tool_usage"}},
+            "write one of actor_verifier, agent_env, single_turn, tool_math, tool_use",
+        ),
         ({"workflow": {"name": "tool_use", "settings": {"max_turn": 1}}}, "did you mean 'max_turns'"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "loopback"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "scripted": {"script": "no:script"}}}}, "no:script"),

@@ -52,6 +52,8 @@ def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tu
     uids = settings["uids"] if own_users else [os.getuid()] * num_all
     if own_users and not uids:
         return f"tier {tier} needs root"
+    if tier == "U" and os.getuid() == 0:
+        return "tier U is for users other than root, who has tier 1"
     base_dir = settings["base_dir"]
     slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
     for slot in slots:

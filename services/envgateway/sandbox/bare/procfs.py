@@ -145,6 +145,12 @@ def user(pid: int) -> int:
     return -1
 
 
+def live_user(pid: int) -> int:
+    """The same; -1 also for what has ended and waits for somebody to reap it."""
+    status = _read(f"/proc/{pid}/status")
+    return -1 if b"\nState:\tZ" in status else user(pid)
+
+
 def mark(pid: int) -> int:
     """The hard RLIMIT_MSGQUEUE, which the sandbox sets to say whose process this is; -1 when unknown."""
     for line in _read(f"/proc/{pid}/limits").splitlines():

@@ -120,6 +120,13 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "ioprio_set": (251, 30),
 }
 _FORKS = {"fork": (57, -1), "vfork": (58, -1)}
+# By path and without opening, so Landlock has no say: where programs run as the gateway's own user they could reach that
+# user's files. They are told that it worked, because copying a file sets its mode and honest programs do that.
+_METADATA = {
+    "chmod": (90, -1), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1), "lchown": (94, -1),
+    "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14), "lremovexattr": (198, 15),
+}  # fmt: skip
 _CLONE_THREAD = 0x00010000
 # Filtered by argument, or only in children.
 _ARGUMENT_FILTERED = {
@@ -157,6 +164,7 @@ def _numbers(table: dict[str, tuple[int, int]]) -> dict[str, int]:
 
 _REFUSE = _instruction(_RET, _RET_ERRNO | errno.EPERM)
 _ALLOW = _instruction(_RET, _RET_ALLOW)
+_PRETEND = _instruction(_RET, _RET_ERRNO | 0)  # an error number of 0 is success
 
 
 _NEW_NS = 0x00020000
@@ -220,8 +228,13 @@ def _child_filter(pid: int, processes: bool) -> bytes:
         _REFUSE,
         _ALLOW,
     ]
+    pretended = [
+        part for metadata in _numbers(_METADATA).values() for part in (_instruction(_JEQ, metadata, 0, 1), _PRETEND)
+    ]
     return b"".join(
         [
+            _instruction(_LD_W_ABS, _OFFSET_NR),
+            *pretended,
             *(no_processes if processes else []),
             _instruction(_LD_W_ABS, _OFFSET_NR),
             _instruction(_JEQ, number["unshare"], 0, 1),

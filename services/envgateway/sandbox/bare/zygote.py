@@ -30,7 +30,7 @@ _FIRST_FREE_FD = 8
 # statistics, for one, hook into every fork and would cost each program 0.2 ms.
 _PRELOADED = ("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
               "json", "math", "operator", "re", "string", "time", "typing")  # fmt: skip
-_SCIENTIFIC = ("numpy", "sympy")
+_SCIENTIFIC = ("numpy", "numpy.fft", "numpy.linalg", "numpy.random", "sympy")  # numpy leaves its parts for later
 
 
 def _hold(path: str, fd: int) -> None:
@@ -211,7 +211,8 @@ class Zygote:
                 return
             os.closerange(_FIRST_FREE_FD, 1 << 30)
             if self._profile == "scientific":
-                sys.modules["numpy"].random.seed()  # or every program would draw the same numbers
+                # or every program would draw the same numbers; without a seed it would import OpenSSL to make one
+                sys.modules["numpy"].random.seed(list(os.urandom(16)))
             os.write(_NOTE, messages.READY_NOTE)
             for name in self._own_modules:
                 del sys.modules[name]
