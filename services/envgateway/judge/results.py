@@ -8,6 +8,7 @@ from services.envgateway.judge.records import CaseResult, JudgeRequest, JudgeRes
 from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
 
 _SHOWN_BYTES = 2000
+_SHOWN_LINE = 300
 RETRYABLE = (ExecutionStatus.INFRA_ERROR,)
 
 
@@ -16,7 +17,7 @@ def case_result(index: int, run: ExecutionResult, verdict: Verdict | None = None
     return CaseResult(
         index=index,
         verdict=verdict if verdict is not None else Verdict(run.status.value),
-        detail=detail or run.detail,
+        detail=detail or run.detail or _last_line(run),
         stdout=run.stdout[:_SHOWN_BYTES].decode(errors="replace"),
         stderr=run.stderr[-_SHOWN_BYTES:].decode(errors="replace"),
         truncated=run.truncated,
@@ -26,6 +27,16 @@ def case_result(index: int, run: ExecutionResult, verdict: Verdict | None = None
         cpu_s=run.cpu_s,
         peak_memory_bytes=run.peak_memory_bytes,
     )
+
+
+def _last_line(run: ExecutionResult) -> str:
+    """What a program that failed said last, which names its error."""
+    if run.status not in (ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.COMPILE_ERROR):
+        return ""
+    if run.signal is not None:
+        return f"signal {run.signal}"
+    lines = run.stderr[-_SHOWN_BYTES:].decode(errors="replace").strip().splitlines()
+    return lines[-1][:_SHOWN_LINE] if lines else f"exit code {run.exit_code}"
 
 
 def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:

@@ -112,6 +112,11 @@ async def test_stdin_is_read_in_whole_in_part_and_not_at_all(execute: Execute) -
     assert (await execute("import sys; print(repr(sys.stdin.read()))")).stdout == b"''\n"
 
 
+async def test_stdin_and_stdout_have_their_device_names(execute: Execute) -> None:
+    code = "open('/dev/stdout', 'w').write(open('/dev/stdin').read())"
+    assert (await execute(code, stdin=b"in\n")).stdout == b"in\n"
+
+
 async def test_bytes_of_output_are_kept_as_they_are(execute: Execute) -> None:
     result = await execute(r"import os; os.write(1, b'\xff\x00\x1b[1m\n')")
     assert (result.status, result.stdout) == (S.OK, b"\xff\x00\x1b[1m\n")

@@ -26,6 +26,8 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 WORK_PARENT = "/box"
 WORK_DIR = f"{WORK_PARENT}/work"
 
+_DEVICE_LINKS = ("/dev/stdin", "/dev/stdout", "/dev/stderr", "/dev/fd")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -99,9 +101,8 @@ class Jail:
         _mount("root", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
         for path in sorted(set(readable)):
             _show(root, path)
-        for device in devices:
-            if os.path.exists(device):
-                _show(root, device)
+        for device in (*devices, *_DEVICE_LINKS):
+            _show(root, device)
         for directory in ("/proc", WORK_DIR):
             os.makedirs(root + directory, mode=0o755, exist_ok=True)
         _mount("root", root, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)

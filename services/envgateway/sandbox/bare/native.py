@@ -29,6 +29,7 @@ def compile_program(source: bytes, answer_fd: int) -> int:
     with open(_SOURCE, "wb") as file:
         file.write(source)
     os.closerange(3, answer_fd)
+    os.closerange(answer_fd + 1, 1 << 16)
     said_read, said_write = os.pipe()
     arguments = [COMPILER, *_FLAGS, _SOURCE, "-o", _OUTPUT]
     actions = [(os.POSIX_SPAWN_DUP2, said_write, 1), (os.POSIX_SPAWN_DUP2, said_write, 2)]
@@ -58,5 +59,6 @@ def become(program_fd: int) -> int:
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by the interpreter; a program starts with the defaults
         signal.signal(ignored, signal.SIG_DFL)
     os.closerange(3, program_fd)
+    os.closerange(program_fd + 1, 1 << 16)
     os.execve(program_fd, ["program"], {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
     return 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PF_EXITING = 0x4  # in the flags of /proc/<pid>/stat
 
 
 class Usage(NamedTuple):
@@ -123,11 +124,18 @@ def written_bytes(pid: int) -> int:
 
 
 def is_live_child(pid: int) -> bool:
-    """Whether a child of ours has not ended; it may be reaped later all the same."""
+    """Whether a child of ours goes on; it may be reaped later all the same.
+
+    One that is exiting does not: the first process of a namespace ends only after everybody in it, whom its exit killed.
+    """
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
     except ChildProcessError:
         return False
+    data = _read(f"/proc/{pid}/stat")
+    fields = data[data.rfind(b")") + 2 :].split()
+    return len(fields) > 6 and not int(fields[6]) & _PF_EXITING
 
 
 def num_threads(pid: int) -> int:

@@ -216,6 +216,9 @@ class Supervisor:
                    limits.open_files, limits.disk_bytes, limits.num_files, slot.mark)
         )  # fmt: skip
         write_ends = [write_end for _, write_end in pipes]
+        if slot.own_user:
+            for write_end in write_ends[:2]:  # so that it may open them by name, as /dev/stdout
+                os.fchown(write_end, slot.uid, slot.uid)
         fds = [source_fd, stdin_fd, *write_ends[:3], ask_fd, write_ends[3]]
         namespace = [slot.room().namespace_fd] if slot.has_own_disk else []
         run.zygote.runs.add(run.id)

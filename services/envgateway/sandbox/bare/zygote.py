@@ -54,24 +54,30 @@ class _Paths:
     except at tier 2, whose root shows them where they are."""
 
     def __init__(self, tier: str, packages: dict[str, str], link_dir: str) -> None:
-        by_name = tier == "2" or os.getuid() != 0
+        self._by_name = tier == "2" or os.getuid() != 0
         self.library = os.path.dirname(os.__file__)
-        for fd in (_NOTE, _ASK, _ANSWER, _PACKAGES_FD):
+        # Taken, and nothing in them: a directory that is not needed would be a way past the root of tier 2.
+        for fd in (_LIB_FD, _NOTE, _ASK, _ANSWER, _PACKAGES_FD):
             _hold("/dev/null", fd)
-        _hold(self.library, _LIB_FD)
-        shown = self.library if by_name or _reachable(self.library) else f"/proc/self/fd/{_LIB_FD}"
+        shown = self._shown(self.library, _LIB_FD)
         self.moves = {self.library: shown}
         self.readable = [self.library]
         sys.path[:] = [shown, f"{shown}/lib-dynload"]
-        self._show_packages(packages, by_name, link_dir)
+        self._show_packages(packages, link_dir)
 
-    def _show_packages(self, packages: dict[str, str], by_name: bool, link_dir: str) -> None:
+    def _shown(self, directory: str, fd: int) -> str:
+        """The directory as children name it."""
+        if self._by_name or _reachable(directory):
+            return directory
+        _hold(directory, fd)
+        return f"/proc/self/fd/{fd}"
+
+    def _show_packages(self, packages: dict[str, str], link_dir: str) -> None:
         """The packages that programs may import, and no other of the same directory: as links in one of our own."""
         if not packages:
             return
         site = os.path.dirname(next(iter(packages.values())))
-        _hold(site, _PACKAGES_FD)
-        base = site if by_name or _reachable(site) else f"/proc/self/fd/{_PACKAGES_FD}"
+        base = self._shown(site, _PACKAGES_FD)
         self.readable += [link_dir, *packages.values()]
         for name, path in packages.items():
             link = os.path.join(link_dir, name)

@@ -104,7 +104,8 @@ CASES: list[Bad] = [
         TL, wall_s=0.5, check=lambda r: first(r).detail == "wall time"),
     bad(26, "sleeps-just-over-the-limit", "import time; time.sleep(0.55)", TL, wall_s=0.5),
     bad(26, "sleeps-just-under-the-limit", "import time; time.sleep(0.45)", OK, TL, wall_s=0.5,
-        check=lambda r: (first(r).wall_s < 0.5) == (first(r).verdict is OK)),
+        # On a busy machine its end may be noticed late; but it is never stopped early.
+        check=lambda r: first(r).verdict is OK or first(r).wall_s >= 0.5),
     bad(26, "sleeps-well-under-the-limit", "import time; time.sleep(0.1)", OK, wall_s=2.0),
     bad(27, "burns-in-processes", _BURN + "for _ in range(3): os.fork()\nburn()", TL, wall_s=5.0, cpu_s=0.8,
         check=lambda r: first(r).detail == "CPU time" and first(r).cpu_s >= 0.8),
