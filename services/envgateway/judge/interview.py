@@ -69,6 +69,7 @@ class Interview:
         self._request = request
         self._tests = tests
         self._limits = request.limits.within(slot.config)
+        self._with_prelude = "Solution(" in tests.entry_point + tests.tests
         self._factor = max(1, min(num_asserts, _MOST_LIMITS))
         self._program: SubmittedRun | None = None
         self._frames: _Frames | None = None
@@ -84,6 +85,7 @@ class Interview:
                 "preamble": self._tests.preamble,
                 "entry_point": self._tests.entry_point,
                 "nonce": nonce,
+                "prelude": self._with_prelude,
             }
         ).encode()
         job = Job(
@@ -161,8 +163,7 @@ class Interview:
 
     async def _start_program(self) -> None:
         source = self._request.code.encode()
-        with_prelude = "Solution(" in self._tests.entry_point + self._tests.tests
-        settings = json.dumps({"prelude": with_prelude}).encode()
+        settings = json.dumps({"prelude": self._with_prelude}).encode()
         job = Job(
             mode="session",
             profile=profile_of(source),

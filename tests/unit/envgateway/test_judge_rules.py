@@ -31,6 +31,7 @@ from services.envgateway.judge.records import (
 from services.envgateway.judge.results import whole_result
 from services.envgateway.judge.values import ValueRule, equal, key, shown, truth
 from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.jobs import profile_of
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
 
 M = ComparisonMode
@@ -336,3 +337,19 @@ def test_the_first_failure_decides_and_never_the_machinery_where_the_program_fai
     result = whole_result(request, [_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
     assert result.verdict is whole and result.request_id == "r"
     assert JudgeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+@pytest.mark.parametrize(
+    ("code", "profile"),
+    [
+        ("import math", "plain"),
+        ("import numpy as np", "scientific"),
+        ("    from sympy import Symbol", "scientific"),
+        ("import os, numpy", "scientific"),
+        ("# import numpy", "plain"),
+        ("print('numpy')", "plain"),
+        ("import numpydoc", "plain"),
+    ],
+)
+def test_the_imports_say_which_interpreter_suits(code: str, profile: str) -> None:
+    assert profile_of(code.encode()) == profile

@@ -103,7 +103,7 @@ def _outgoing(value: Any) -> Any:
 
 
 def run(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
-    """``source`` is JSON: tests, preamble, entry_point, nonce."""
+    """``source`` is JSON: tests, preamble, entry_point, nonce, prelude."""
     request = json.loads(source)
     link = _Link(ask_fd, answer_fd)
     return program.guarded(lambda: _check(request, link), note_fd)
@@ -111,7 +111,7 @@ def run(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
 
 def _check(request: dict[str, Any], link: _Link) -> None:
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tests"}
-    prelude.fill_tests(namespace)
+    prelude.fill_tests(namespace, request["prelude"])
     if request["preamble"]:
         exec(compile(request["preamble"], "<preamble>", "exec", dont_inherit=True), namespace)
     tree = ast.parse(request["tests"])

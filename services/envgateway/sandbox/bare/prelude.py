@@ -28,9 +28,11 @@ def fill(namespace: dict[str, Any]) -> None:
     namespace["TreeNode"] = plain.TreeNode
 
 
-def fill_tests(namespace: dict[str, Any]) -> None:
-    """The same, and what tests build and compare nodes with."""
-    fill(namespace)
+def fill_tests(namespace: dict[str, Any], common: bool) -> None:
+    """What tests build and compare nodes with; the ``common`` names only where they are part of the dialect, because any
+    name that is known here is not asked of the program."""
+    if common:
+        fill(namespace)
     namespace["list_node"] = plain.build_list
     namespace["tree_node"] = plain.build_tree
     namespace["is_same_list"] = lambda a, b: plain.encode(a) == plain.encode(b)

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from . import calls, checker, messages, native, procfs, program
@@ -108,6 +109,15 @@ def _open_builtins() -> None:
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
 
 
+def _import_if_there(names: Sequence[str]) -> None:
+    """A gateway without these still runs programs that only might import them."""
+    for name in names:
+        try:
+            __import__(name)
+        except ImportError:
+            continue
+
+
 class Zygote:
     """Answers one supervisor over a seqpacket socket until that closes."""
 
@@ -120,8 +130,10 @@ class Zygote:
         try:
             paths = _Paths(settings["tier"], settings["packages"], settings["link_dir"])
             paths.relocate()
-            for name in (*_PRELOADED, *(_SCIENTIFIC if self._profile == "scientific" else ())):
+            for name in _PRELOADED:
                 __import__(name)
+            if self._profile == "scientific":
+                _import_if_there(_SCIENTIFIC)
             if procfs.num_threads(self._pid) != 1:
                 raise OSError("a preloaded library has started threads, which do not survive a fork")
             paths.relocate()
@@ -216,7 +228,7 @@ class Zygote:
                 os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
                 return
             os.closerange(_FIRST_FREE_FD, 1 << 30)
-            if self._profile == "scientific":
+            if "numpy.random" in sys.modules:
                 # or every program would draw the same numbers; without a seed it would import OpenSSL to make one
                 sys.modules["numpy"].random.seed(list(os.urandom(16)))
             os.write(_NOTE, messages.READY_NOTE)

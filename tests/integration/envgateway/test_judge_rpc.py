@@ -1,0 +1,125 @@
+"""JudgeService over real gRPC: single calls, batches, deadlines, repeated requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from services.common.pb import environment_pb2, judge_pb2_grpc
+from services.common.pb import judge_pb2 as pb
+from services.common.rpc.channel import channel
+from services.common.rpc.server import Server
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import (
+    JudgeRequest,
+    JudgeResult,
+    Lane,
+    StdinCase,
+    StdinTests,
+    Verdict,
+)
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.servicer_judge import JudgeServicer
+
+from .sandbox_state import assert_clean
+
+V = Verdict
+SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
+SLEEP = "import time; time.sleep(30)"
+
+
+class _Direct:
+    """The judge without a queue."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self.calls: list[tuple[Lane, float]] = []
+
+    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult:
+        self.calls.append((lane, deadline_s))
+        return await self._judge.judge(job)
+
+
+@pytest.fixture
+async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct]]:
+    direct = _Direct(Judge(pool))
+    server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0, run_id="")
+    server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(direct), "millrace.v1.JudgeService")
+    port = await server.start()
+    async with channel(f"127.0.0.1:{port}") as connection:
+        yield judge_pb2_grpc.JudgeServiceStub(connection), direct
+    await server.stop()
+
+
+def _squares(code: str, **more: object) -> pb.JudgeRequest:
+    cases = [pb.StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(3)]
+    return pb.JudgeRequest(code=code, stdin_tests=pb.StdinTests(cases=cases), **more)  # type: ignore[arg-type]
+
+
+async def test_judging_over_grpc(stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct], pool: SandboxPool) -> None:
+    client, direct = stub
+    answer = await client.Judge(_squares("print(int(input()) ** 2)", lane=pb.JUDGE_LANE_INTERACTIVE), timeout=20)
+    assert (answer.verdict, answer.num_cases, answer.isolation_tier) == (pb.VERDICT_OK, 3, pool.tier)
+    assert answer.cases[2].stdout == "4\n" and answer.cases[2].exit_code == 0 and not answer.cases[2].HasField("signal")
+    assert direct.calls[0][0] is Lane.INTERACTIVE and 0 < direct.calls[0][1] < 60
+    call = pb.JudgeRequest(
+        code="def f(a, b): return [a, b]",
+        call_tests=pb.CallTests(
+            entry_point="f", cases=[pb.CallCase(args_json=b"[1]", kwargs_json=b'{"b": 2}', expected_json=json.dumps([1, 2]).encode())]
+        ),
+    )  # fmt: skip
+    assert (await client.Judge(call, timeout=20)).verdict == pb.VERDICT_OK
+    asserts = pb.JudgeRequest(code="def f(a): return a", assert_tests=pb.AssertTests(tests="assert f(1) == 2"))
+    assert (await client.Judge(asserts, timeout=20)).verdict == pb.VERDICT_WRONG_ANSWER
+
+
+async def test_repeating_a_request_gives_the_stored_result(
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+) -> None:
+    client, direct = stub
+    request = _squares("print(1)", request_id="same")
+    first, second = await asyncio.gather(client.Judge(request, timeout=20), client.Judge(request, timeout=20))
+    assert first == second == await client.Judge(request, timeout=20)
+    assert len(direct.calls) == 1
+
+
+async def test_a_batch_streams_results_as_they_finish(
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+) -> None:
+    client, _ = stub
+    slow = "import time; time.sleep(1.0); print(int(input()) ** 2)"
+    broken = pb.JudgeRequest(code="print(1)", request_id="no tests")
+    requests = [_squares(slow, request_id="slow"), _squares("print(int(input()) ** 2)", request_id="quick"), broken]
+    arrived = [r async for r in client.JudgeBatch(pb.JudgeBatchRequest(requests=requests), timeout=30)]
+    assert [r.request_id for r in arrived][-1] == "slow" and sorted(r.index for r in arrived) == [0, 1, 2]
+    by_id = {r.request_id: r.result.verdict for r in arrived}
+    assert by_id == {"slow": pb.VERDICT_OK, "quick": pb.VERDICT_OK, "no tests": pb.VERDICT_INVALID_REQUEST}
+
+
+async def test_a_deadline_and_a_client_that_leaves_end_the_run(
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct], pool: SandboxPool
+) -> None:
+    client, _ = stub
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await client.Judge(_squares(SLEEP), timeout=0.5)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    batch = client.JudgeBatch(pb.JudgeBatchRequest(requests=[_squares(SLEEP)] * 4), timeout=30)
+    await asyncio.sleep(0.3)
+    batch.cancel()
+    async with asyncio.timeout(5):
+        while pool.gauges["sandbox_busy_slots"] or pool.gauges["sandbox_queued"]:
+            await asyncio.sleep(0.01)
+    await assert_clean(pool)
+
+
+async def test_a_limit_that_nothing_keeps_is_refused(
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+) -> None:
+    client, _ = stub
+    request = _squares("print(1)", limits=environment_pb2.ExecutionLimits(memory_bytes=0))
+    with pytest.raises(grpc.aio.AioRpcError, match="memory_bytes"):
+        await client.Judge(request, timeout=20)
