@@ -95,11 +95,16 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
         dtype=section.weights.publish_dtype,
         algorithm=settings.recipe.digest_algorithm(policy),
     )
+    model = model.to(getattr(torch, config.dtype))
+    # What the master type has beyond the published one must go: deltas change some elements, the others are that version's.
+    published = mirror.host_tensors()
+    for name, weight in named_weights(model).items():
+        weight.copy_(published[name])
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = TorchEngine(
-        model.to(getattr(torch, config.dtype)),
+        model,
         num_slots=config.engine_slots or config.num_slots,
         context_length=context_length,
         kv_policy=KvPolicy(config.kv_policy),

@@ -38,6 +38,13 @@ def run_all(calls: Sequence[Callable[[], None]], *, touched_bytes: int, name: st
         for call in calls:
             call()
         return
+    # Each thread takes the next call when it is done with one: a future per call would cost more than a short call.
+    remaining = iter(calls)
+
+    def work() -> None:
+        for call in remaining:
+            call()
+
     with few_threads(name) as pool:
-        for ended in [pool.submit(call) for call in calls]:
+        for ended in [pool.submit(work) for _ in range(num_threads())]:
             ended.result()

@@ -1,6 +1,8 @@
 """The trainer's handle on its publisher process: start, announce snapshots, start again when it died.
 
-Started before anything heavy, with plain pipes: nothing forks after torch or gRPC is up.
+It is looked after between announcements too: where replicas must hold the newest version to play, the trainer's next
+batch, and with it the next announcement, depends on this process.
+Started before anything heavy, with plain pipes: nothing forks after torch or gRPC is up, but to start it again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import structlog
 
 from services.common.config.policy import WeightsConfig
-from services.common.errors import DeadlineError, InfrastructureError
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.process import DIE_WITH_PARENT
 
 log = structlog.get_logger()
@@ -26,6 +29,7 @@ log = structlog.get_logger()
 START_TIMEOUT_S = 30.0
 ANNOUNCE_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
+LOOK_S = 1.0  # how soon one that died between two announcements is noticed
 
 
 class PublisherProcess:
@@ -39,10 +43,66 @@ class PublisherProcess:
         self._announced: list[Path] = []  # oldest first; what the publisher no longer keeps goes when its file is gone
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
+        self._lock = threading.Lock()  # one conversation with the process at a time
+        self._stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
         self.address = ""
 
     def start(self) -> None:
         """Start and learn the address; raises ``InfrastructureError`` with the publisher's own words."""
+        with self._lock:
+            self._start()
+        self._watcher = threading.Thread(target=self._watch, name="publisher.watch", daemon=True)
+        self._watcher.start()
+
+    def announce(self, path: Path) -> None:
+        """Make a sealed snapshot fetchable; starts the publisher again first when it has died."""
+        with self._lock:
+            self._announced = [*(known for known in self._announced if known != path and known.exists()), path]
+            if self._process is not None and self._process.poll() is None:
+                try:
+                    self._add(path)
+                    return
+                except (BrokenPipeError, EOFError):
+                    pass  # it died between the look and the word
+            self._start_again()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        with self._lock:
+            if self._process is None:
+                return
+            self._close_pipes()  # the publisher ends at the end of its input
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        """Without a deadline: until ``stop``. A publisher that this thread has started ends with it, by the kernel."""
+        while not self._stopping.wait(LOOK_S):
+            with self._lock:
+                if self._stopping.is_set() or self._process is None or self._process.poll() is None:
+                    continue
+                try:
+                    self._start_again()
+                except (MillraceError, OSError, EOFError) as error:
+                    log.error("publisher.not_restarted", error=str(error), retry_s=LOOK_S)
+
+    def _start_again(self) -> None:
+        """It is then told again what it served."""
+        log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
+        self._start()
+        self._announced = [known for known in self._announced if known.exists()]
+        for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader
+            left.unlink(missing_ok=True)
+        for kept in self._announced[-self._keep :]:
+            self._add(kept)
+
+    def _start(self) -> None:
         self._buffer = b""
         self._close_pipes()  # of one that died
         self._process = subprocess.Popen(
@@ -56,32 +116,6 @@ class PublisherProcess:
         except EOFError as error:
             raise InfrastructureError(f"{error}; its log says why") from None
         self._port = int(self.address.rpartition(":")[2])  # replicas know this one: keep it over restarts
-
-    def announce(self, path: Path) -> None:
-        """Make a sealed snapshot fetchable; starts the publisher again first when it has died."""
-        self._announced = [*(known for known in self._announced if known != path and known.exists()), path]
-        if self._process is not None and self._process.poll() is None:
-            try:
-                self._add(path)
-                return
-            except (BrokenPipeError, EOFError):
-                pass  # it died between the look and the word
-        log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
-        self.start()
-        for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader
-            left.unlink(missing_ok=True)
-        for kept in self._announced[-self._keep :]:
-            self._add(kept)
-
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        self._close_pipes()  # the publisher ends at the end of its input
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout) if self._process is not None else ():

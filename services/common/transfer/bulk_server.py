@@ -125,8 +125,9 @@ class BulkServer:
 
     def _take(self, peer: bytes, request: BulkRequest) -> None:
         session = self._sessions.get((peer, request.ticket))
-        if request.operation is Operation.BYE:
-            self.tickets.end(request.ticket)
+        if (
+            request.operation is Operation.BYE
+        ):  # the ticket stays: its bearer may be fetching another range, or be about to
             if session is not None and session.task is not None:
                 session.task.cancel()
             return

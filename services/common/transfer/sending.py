@@ -12,7 +12,7 @@ from collections import Counter
 CHUNK_BYTES = 1 << 20  # what gRPC and ZeroMQ move fastest; larger gRPC messages are slower again
 
 _BURST_S = 0.1  # of unused rate that may be caught up
-_CHUNK_S = 0.25  # a chunk of a slow sender lasts this long, so that its receivers take turns
+_CHUNK_S = 0.05  # a chunk of a slow sender lasts this long: its receivers take turns, and many think none stands still
 _SMALLEST_CHUNK = 16 << 10
 
 

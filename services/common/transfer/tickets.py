@@ -52,9 +52,6 @@ class Tickets:
         self._tickets.move_to_end(secret)
         return ticket
 
-    def end(self, secret: bytes) -> None:
-        self._tickets.pop(secret, None)
-
     def __len__(self) -> int:
         return len(self._tickets)
 

@@ -22,11 +22,10 @@ import xxhash
 
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.importing import load_object
-from services.common.models import check_weights_match
 from services.common.types import Logprobs, Segment, TokenIds
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.requests import check_request
-from services.inference.engine.weight_update import WeightUpdate
+from services.inference.engine.weight_update import WeightUpdate, check_update
 
 Script = Callable[[GenerationRequest], Sequence[int] | npt.NDArray[np.integer[Any]]]
 
@@ -140,8 +139,8 @@ class ScriptedEngine:
             self._wake()
 
     async def update(self, update: WeightUpdate) -> float:
-        if self._shapes is not None and update.complete:
-            check_weights_match(self._shapes, update.whole)
+        if self._shapes is not None:
+            check_update(update, self._shapes)
         version = self._version = update.version
         for entry in self._running:
             emitted = self._num_emitted(entry)

@@ -136,9 +136,12 @@ class TorchEngine:
     # -- event loop side ----------------------------------------------------------------------------------------
 
     async def _call(self, name: str, command: Callable[[], T]) -> T:
-        """Run a command in the engine thread, between two steps."""
+        """Run a command in the engine thread, between two steps; not when its caller has given up meanwhile.
+
+        A caller that is gone may have changed the arrays of its update.
+        """
         waiter = _Waiter()
-        self._post(lambda: self._finished.append((waiter, command())), waiter)
+        self._post(lambda: self._finished.append((waiter, None if waiter.future.cancelled() else command())), waiter)
         async with deadline(CONTROL_TIMEOUT_S, f"engine {name}"):
             result: T = await waiter.future
         return result

@@ -1,14 +1,17 @@
-"""What ``Engine.update`` is given: whole tensors, or only the elements of them that changed.
+"""What ``Engine.update`` is given: whole tensors, or only the elements of them that changed; and whether it fits a model.
 
 Numpy arrays and torch tensors go through untouched; nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.common.errors import ModelMismatchError
+from services.common.models import check_weights_match
 from services.common.weights.codec import ChunkChange
 
 
@@ -34,3 +37,23 @@ class WeightUpdate:
     def num_changes(self) -> int:
         """Elements changed in place."""
         return sum(change.num_changes for changes in self.changes.values() for change in changes)
+
+
+def check_update(update: WeightUpdate, weights: Mapping[str, Any]) -> None:
+    """``weights`` has the model's shapes by name. ``ModelMismatchError`` when the update is for another model."""
+    if update.complete:
+        check_weights_match(weights, update.whole)
+        return
+    unknown = [name for name in (*update.whole, *update.changes) if name not in weights]
+    if unknown:
+        raise ModelMismatchError(f"weights of the update do not match the model: unexpected: {', '.join(unknown[:4])}")
+    check_weights_match({name: weights[name] for name in update.whole}, update.whole)
+    for name, changes in update.changes.items():
+        size = math.prod(weights[name].shape)
+        for change in changes:
+            last = len(change.values) if change.positions is None else int(change.positions[-1]) + 1
+            if change.start + last > size:
+                raise ModelMismatchError(
+                    f"weights of the update do not match the model: {name} has {size} elements, "
+                    f"the update changes element {change.start + last - 1}"
+                )

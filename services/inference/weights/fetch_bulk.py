@@ -41,10 +41,13 @@ class BulkTransport:
     async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
         if wanted.is_complete:
             return
-        socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
-        socket.maxmsgsize = CHUNK_BYTES  # a sender of more is disconnected by ZeroMQ
-        socket.ipv6 = True
-        monitor: Socket = socket.get_monitor_socket(_LOST)
+        try:
+            socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.maxmsgsize = CHUNK_BYTES  # a sender of more is disconnected by ZeroMQ
+            socket.ipv6 = True
+            monitor: Socket = socket.get_monitor_socket(_LOST)
+        except zmq.ZMQError as error:  # no descriptors are left
+            raise InfrastructureError(f"no socket for bulk data from {self._source}: {error}") from None
         try:
             socket.connect(self._endpoint)
             await self._receive(socket, monitor, wanted)

@@ -17,6 +17,7 @@ from services.common.errors import (
     InfrastructureError,
     NotFoundError,
 )
+from services.common.loopback import is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.serde_weights import payload_from_proto
@@ -92,7 +93,7 @@ class WeightSource:
         self._offers = {}
         if response.HasField("mapped"):
             self._offers["mapped"] = MappedTransport(response.mapped.path, response.mapped.offset)
-        if response.HasField("bulk"):
+        if response.HasField("bulk") and _is_loopback_endpoint(response.bulk.endpoint):
             self._offers["bulk"] = BulkTransport(response.bulk.endpoint, response.bulk.ticket, self.address)
         return payload
 
@@ -166,3 +167,9 @@ class WeightSource:
             if base is None:
                 raise
             return await self._manifest(version, None)
+
+
+def _is_loopback_endpoint(endpoint: str) -> bool:
+    """What a source may send us to: the bulk plane is not encrypted, and no other kind of ZeroMQ address is ours."""
+    scheme, _, place = endpoint.partition("://")
+    return scheme == "tcp" and is_loopback(place.rpartition(":")[0].strip("[]"))

@@ -77,6 +77,6 @@ class SourceFetcher:
                     self._relay.lost(payload.payload_id)
                 raise
 
-        return await fetch(
-            address, self._run_id(), wanted, base, transports=self._transports, links=self._links, bring=bring
-        )
+        # Whoever fetches together must be offered one payload: nobody's own link may choose another profile.
+        links = self._links if plan is None else None
+        return await fetch(address, self._run_id(), wanted, base, transports=self._transports, links=links, bring=bring)

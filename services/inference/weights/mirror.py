@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from services.common.errors import CorruptDataError, VersionUnavailableError
 from services.common.weights.codec import ChunkChange
 from services.common.weights.digest import DEFAULT_ALGORITHM, DigestAlgorithm, tensor_digest
@@ -66,11 +64,10 @@ class Mirror:
         algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
     ) -> Manifest:
         """Take the weights of a loaded model (torch tensors), cast to the published type."""
-        bits = {name: cast_bits(_bits_of(tensor), _dtype_name(tensor), dtype) for name, tensor in tensors.items()}
+        bits = {name: _own_bits(tensor, dtype) for name, tensor in tensors.items()}
         specs = [TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
         entries = [with_digest(entry, tensor_digest(bits[entry.name], algorithm)) for entry in lay_out(specs)]
-        # Copies: the engine goes on writing into the tensors that these bits may be a view of.
-        self._bits = {name: np.array(value) for name, value in bits.items()}
+        self._bits = bits
         self._borrowed = set()
         self.manifest = Manifest.of(run_id=run_id, policy=self.policy, version=version, tensors=entries)
         self.dirty = False
@@ -105,6 +102,7 @@ class Mirror:
                 self._change(verified.changes, leased)
             for name in self._bits.keys() - {entry.name for entry in verified.manifest.tensors}:
                 del self._bits[name]
+                self._borrowed.discard(name)
             self.manifest = verified.manifest
             self.dirty = False
         finally:
@@ -175,6 +173,13 @@ class Mirror:
 
 def _dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _own_bits(tensor: Any, dtype: str) -> Bits:
+    """Cast; a copy in any case, because the engine goes on writing into the tensor."""
+    bits = _bits_of(tensor)
+    cast = cast_bits(bits, _dtype_name(tensor), dtype)
+    return bits.copy() if cast is bits else cast
 
 
 def _bits_of(tensor: Any) -> Bits:

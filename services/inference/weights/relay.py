@@ -79,7 +79,7 @@ class Relay:
             raise VersionUnavailableError(
                 f"version {request.version} of run {request.run_id} is not held here (held: {version})"
             )
-        for payload, _ in reversed(self._deltas.values()):
+        for payload, _ in reversed(tuple(self._deltas.values())):  # the event loop adds to them meanwhile
             if payload.base == request.base and payload.target.digest == held.digest:
                 return payload
         full = full_layout(held)

@@ -19,7 +19,13 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.aio import backoff
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import (
+    DeadlineError,
+    InfrastructureError,
+    MillraceError,
+    NotFoundError,
+    VersionUnavailableError,
+)
 from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.weights.manifest import BaseVersion, Manifest
 from services.inference.engine.base import Engine
@@ -31,6 +37,7 @@ from services.inference.weights.verify import Verified
 log = structlog.get_logger()
 
 _PATIENCE = 5  # failures in a row before a delta that does not come is given up for the snapshot
+_NOT_THE_DELTA = (InfrastructureError, DeadlineError, NotFoundError, VersionUnavailableError)
 _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
 
 
@@ -122,20 +129,23 @@ class WeightUpdater:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            wanted = self._wanted
+            wanted, plan, self._plan = self._wanted, self._plan, None
             if wanted is None or self._holds(wanted):
                 continue
             attempt = _Attempt(self._record(wanted), time.monotonic())
             try:
-                await self._take(wanted, attempt)
+                await self._take(wanted, plan, attempt)
                 delays, num_in_a_row = backoff(0.2), 0
-            except MillraceError as error:
+            except (MillraceError, MemoryError, OSError) as caught:  # no memory, no descriptors: generating goes on
+                error = caught if isinstance(caught, MillraceError) else InfrastructureError(repr(caught))
                 self.num_failures += 1
                 num_in_a_row += 1
                 # The snapshot does not depend on whatever was wrong with the delta. A source that is away or busy (making
-                # this very delta) says nothing against it, at first.
-                busy = isinstance(error, InfrastructureError | DeadlineError) and num_in_a_row < _PATIENCE
-                self._force_full = self._force_full or not busy
+                # this very delta), or has let go of what was wanted, says nothing against it, at first.
+                innocent = isinstance(error, _NOT_THE_DELTA) and num_in_a_row < _PATIENCE
+                self._force_full = self._force_full or not innocent
+                if innocent and self._wanted is wanted:  # else a relay may have lied: the sources alone are relied on
+                    self._plan = plan
                 self._transfers.append(replace(attempt.record, error=f"{error.reason}: {error.message}"))
                 delay = next(delays)
                 log.warning(
@@ -150,12 +160,12 @@ class WeightUpdater:
                 await asyncio.sleep(delay)
                 self._changed.set()
 
-    async def _take(self, wanted: WeightVersion, attempt: _Attempt) -> None:
+    async def _take(self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt) -> None:
         wanted_base = BaseVersion(number=wanted.number, digest=wanted.digest)
         if self._mirror.base == wanted_base:  # the engine failed to follow the last time
             update = self._whole(wanted.number)
         else:
-            verified, from_base = await self._into_mirror(wanted, attempt)
+            verified, from_base = await self._into_mirror(wanted, plan, attempt)
             changes_do = from_base is not None and from_base == self._in_engine and _one_type(verified.manifest)
             update = _changes(verified) if changes_do else self._whole(wanted.number)
         pause_s = await self._engine.update(update)
@@ -175,10 +185,11 @@ class WeightUpdater:
             pause_s=round(pause_s, 5),
         )
 
-    async def _into_mirror(self, wanted: WeightVersion, attempt: _Attempt) -> tuple[Verified, BaseVersion | None]:
+    async def _into_mirror(
+        self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt
+    ) -> tuple[Verified, BaseVersion | None]:
         """Returns what changed, and since which version."""
         base = None if self._force_full else self._mirror.base
-        plan, self._plan = self._plan, None  # a second attempt relies on nobody but the sources
         fetched = await self._fetcher.fetch(wanted, base, plan)
         payload = fetched.payload
         attempt.stage(

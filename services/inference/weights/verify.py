@@ -35,8 +35,10 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
 
     def check(entry: TensorEntry) -> Bits:
         kind = element_type(entry.dtype).bits_dtype
-        if entry.length != entry.size_bytes or entry.offset + entry.length > len(data):
-            raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+        if entry.length != entry.size_bytes:
+            raise CorruptDataError(
+                f"tensor {entry.name} takes {entry.size_bytes} bytes, the payload has {entry.length}"
+            )
         bits = np.frombuffer(data, dtype=kind, count=entry.num_elements, offset=entry.offset)
         if not bits.flags.writeable or not bits.flags.aligned:
             bits = bits.copy()  # the mirror writes deltas into it later
@@ -44,6 +46,7 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
         return bits
 
     tensors = payload.target.tensors
+    _check_places(tensors, len(data), apart=True)  # or a delta written into one tensor would change another
     with few_threads("weights.verify") as pool:
         whole = {entry.name: pool.submit(check, entry) for entry in _largest_first(tensors)}
         return Verified(
@@ -57,22 +60,22 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
 def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapping[str, Bits]) -> Verified:
     """Changes against ``bits``, which stay as they are. ``CorruptDataError`` when the result would be another."""
     changes: dict[str, Sequence[ChunkChange]] = {}
-    unchanged = {entry.name: entry.digest for entry in held.tensors}
+    known = {entry.name: entry for entry in held.tensors}
+    _check_places(payload.target.tensors, len(data), apart=False)
     with few_threads("weights.verify") as pool:
         checks = []
         # Decoding is many short calls, which threads would only take from each other; digesting is few long ones.
         for entry in _largest_first(payload.target.tensors):
-            old = bits.get(entry.name)
-            if old is None or len(old) != entry.num_elements:
+            before = known.get(entry.name)
+            if before is None or (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
             if not entry.length:
-                if unchanged.get(entry.name) != entry.digest:
+                if before.digest != entry.digest:
                     raise CorruptDataError(
                         f"the delta leaves {entry.name} as it is, but the target's digest is another"
                     )
                 continue
-            if entry.offset + entry.length > len(data):
-                raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+            old = bits[entry.name]
             decoded = list(decode_tensor(old, data[entry.offset : entry.offset + entry.length], entry.dtype))
             changes[entry.name] = decoded
             checks.append(pool.submit(_check_changed, entry, old, decoded))
@@ -80,6 +83,18 @@ def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mappi
             check.result()
     num_changes = sum(change.num_changes for decoded in changes.values() for change in decoded)
     return Verified(manifest=payload.target, changes=changes, num_changes=num_changes)
+
+
+def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: bool) -> None:
+    """Digests cover tensors, not where they lie: that is the word of whoever served the manifest."""
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.offset):
+        if entry.offset < 0 or entry.length < 0 or entry.offset + entry.length > size_bytes:
+            raise CorruptDataError(f"the payload is too short for tensor {entry.name}")
+        if apart and entry.length:
+            if entry.offset < end:
+                raise CorruptDataError(f"tensor {entry.name} lies on another tensor's bytes")
+            end = entry.offset + entry.length
 
 
 def _largest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from services.common.config.policy import WeightsConfig
-from services.common.errors import InfrastructureError
+from services.common.errors import InfrastructureError, VersionUnavailableError
 from services.common.types import WeightVersion
 from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Profile
 from services.inference.weights.fetch import Fetched, fetch
+from services.trainer import publisher_process
 from services.trainer.publisher_process import PublisherProcess
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
 
@@ -49,8 +50,9 @@ async def taken(publisher: PublisherProcess, manifest: Manifest, base: Manifest 
 
 
 async def test_after_a_kill_it_serves_the_snapshots_still_there_and_deltas_between_them(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)  # it is found dead by the next announcement
     publisher = start()
     manifests = []
     for number in (1, 2):
@@ -70,6 +72,22 @@ async def test_after_a_kill_it_serves_the_snapshots_still_there_and_deltas_betwe
     assert before.payload.encoding is Encoding.DELTA
     publisher.stop()
     assert not list(tmp_path.glob("millrace.*")), "also what the one that was killed would have removed"
+
+
+async def test_one_that_is_killed_serves_again_without_another_announcement(start: Start, tmp_path: Path) -> None:
+    publisher = start()
+    path, manifest = write_version(tmp_path, 1)
+    await asyncio.to_thread(publisher.announce, path)
+    address = publisher.address
+    kill(publisher)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                fetched = await taken(publisher, manifest)
+                break
+            except (InfrastructureError, VersionUnavailableError):  # not there, or not told yet
+                await asyncio.sleep(0.1)
+    assert fetched.payload.target.digest == manifest.digest and publisher.address == address
 
 
 async def test_many_receivers_with_different_bases_are_served_at_once(start: Start, tmp_path: Path) -> None:

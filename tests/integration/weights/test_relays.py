@@ -15,7 +15,15 @@ from services.common.rpc.server import Server
 from services.common.transfer.serving import add_weight_service
 from services.common.transfer.source import PayloadRequest
 from services.common.types import FetchPlan, WeightVersion
-from services.common.weights.manifest import BaseVersion, full_payload_id
+from services.common.weights.manifest import (
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    TensorSpec,
+    full_payload_id,
+    lay_out,
+)
 from services.inference.weights import stripes
 from services.inference.weights.fetch import Fetched
 from services.inference.weights.fetcher import SourceFetcher
@@ -91,6 +99,26 @@ async def test_a_swarm_takes_little_more_than_one_copy_from_the_publisher() -> N
             assert len(fetched.sources) == 4 and sender.address in fetched.sources
         for fetched in taken[4:]:
             assert sender.address not in fetched.sources
+
+
+async def test_members_of_a_swarm_do_not_say_how_fast_their_own_link_is() -> None:
+    source = MemorySource(4 * MIB)
+    said: list[float] = []
+    plain = source.payload
+
+    def payload(request: PayloadRequest) -> Payload:
+        said.append(request.link_bytes_per_s)
+        return plain(request)
+
+    source.payload = payload  # type: ignore[method-assign]
+    async with sending(source) as sender, members(2) as both:
+        for member in both:
+            await member.take(version_of(sender), None)
+            await member.take(version_of(sender), None)
+        assert said[0] == 0 and said[1] > 0
+        said.clear()
+        await asyncio.gather(*(m.take(version_of(sender), plan) for m, plan in zip(both, plans(both, 2), strict=True)))
+        assert said == [0, 0], "each might be offered another payload, and none could pass anything on"
 
 
 async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
@@ -208,6 +236,31 @@ async def test_what_a_relay_does_not_hold_it_does_not_offer() -> None:
         for wrong in ({"version": 2}, {"run_id": "another"}):
             with pytest.raises(VersionUnavailableError):
                 member.relay.payload(PayloadRequest(**{"run_id": RUN, "policy": POLICY, "version": 1, **wrong}))
+
+
+def test_a_relay_may_be_asked_in_a_thread_while_it_receives() -> None:
+    [entry] = lay_out([TensorSpec(name="w", dtype="uint8", shape=(1000,))])
+    held = Manifest.of(run_id=RUN, policy=POLICY, version=1, tensors=[entry])
+    mirror = Mirror(POLICY)
+    mirror.manifest = held
+    relay = Relay(mirror)
+
+    class Kept:
+        """A delta; the event loop gets its turn, and receives another, while this one is looked at."""
+
+        encoding, target = Encoding.DELTA, held
+
+        def __init__(self, payload_id: str) -> None:
+            self.payload_id = payload_id
+
+        @property
+        def base(self) -> None:
+            relay.received(Kept("another"), memoryview(b""))  # type: ignore[arg-type]
+
+    for name in ("first", "second"):
+        relay.received(Kept(name), memoryview(b""))  # type: ignore[arg-type]
+    request = PayloadRequest(run_id=RUN, policy=POLICY, version=1, base=BaseVersion(number=0, digest="of no delta"))
+    assert relay.payload(request).encoding is Encoding.FULL
 
 
 async def test_readers_of_a_transfer_that_fails_are_told_at_once() -> None:

@@ -102,6 +102,25 @@ async def test_a_range_brings_exactly_its_bytes(way: str, tmp_path: Path) -> Non
             await fetch_range(peer, payload, SIZE - 1, SIZE + 5, memoryview(bytearray(6)))
 
 
+async def test_ranges_that_end_at_different_times_all_come_over_the_bulk_plane() -> None:
+    source = MemorySource(SIZE)
+    async with sending(source) as sender, WeightSource(sender.address, RUN, transports=["bulk"]) as peer:
+        payload = await peer.payload(source.version, None)
+        room = bytearray(SIZE)
+        first, second, third = (
+            memoryview(room)[begin:end] for begin, end in ((0, 100), (100, 4 << 20), (4 << 20, SIZE))
+        )
+        await asyncio.gather(
+            fetch_range(peer, payload, 0, 100, first), fetch_range(peer, payload, 100, 4 << 20, second)
+        )
+        await fetch_range(peer, payload, 4 << 20, SIZE, third)
+        assert room == source.data.tobytes()
+        assert sender.budget.num_bytes_by_transport == {"bulk": SIZE}
+        async with asyncio.timeout(5):
+            while source.num_leases:
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("piece_bytes", [1000, 300_000])
 async def test_sources_may_give_less_than_asked_for(piece_bytes: int) -> None:
     source = MemorySource(1_500_000)
@@ -270,6 +289,17 @@ async def test_off_loopback_the_bulk_plane_is_not_offered() -> None:
     request = payload_request_to_proto(PayloadRequest(run_id=RUN, policy=POLICY, version=1), ["bulk"])
     response = await servicer.GetManifest(request, None)  # type: ignore[arg-type]
     assert not response.HasField("bulk")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:5555", "ipc:///tmp/somebody", "inproc://x", "nonsense"])
+async def test_a_bulk_endpoint_that_is_not_on_loopback_is_not_gone_to(endpoint: str) -> None:
+    source = MemorySource(SIZE)
+    async with sending(source) as sender:
+        sender.bulk.endpoint = endpoint
+        with structlog.testing.capture_logs() as logs:
+            fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
+    assert fetched.transport == "grpc" and fetched.data == source.data.data
+    assert not [line for line in logs if line["event"] == "weights.transport_failed"], "it was not even tried"
 
 
 async def test_bytes_that_are_no_zeromq_at_all_harm_nobody() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.common.errors import (
@@ -14,6 +15,7 @@ from services.common.errors import (
     ModelMismatchError,
     PromptTooLongError,
 )
+from services.common.weights.codec import ChunkChange
 from services.inference.engine.base import Engine, FinishReason
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
@@ -21,6 +23,7 @@ from services.inference.engine.weight_update import WeightUpdate
 from .conftest import VOCAB, build_model, make_prompt, make_request
 
 CONTEXT = 600
+OF_FLOATS: dict[str, Any] = {"dtype": "float32", "complete": False}
 
 
 class Shape:
@@ -51,6 +54,10 @@ def weights_of(engine: Any) -> dict[str, Any]:
         if isinstance(engine, ScriptedEngine)
         else {k: v.clone() for k, v in engine._core.decoder.weights.items()}
     )
+
+
+def one_change(position: int) -> ChunkChange:
+    return ChunkChange(start=0, positions=np.array([position]), values=np.zeros(1, np.uint32), num_changes=1)
 
 
 async def until_tokens(engine: Engine, count: int) -> None:
@@ -154,6 +161,20 @@ async def test_an_update_of_other_weights_is_refused(engine: Engine) -> None:
         await engine.update(WeightUpdate.full(weights, 1))
     with pytest.raises(ModelMismatchError, match="missing: model"):
         await engine.update(WeightUpdate.full({}, 1))
+    assert engine.version == 0
+
+
+async def test_an_update_of_some_weights_leaves_the_others(engine: Engine) -> None:
+    some = {"model.norm.weight": weights_of(engine)["model.norm.weight"]}
+    await engine.update(WeightUpdate(version=1, whole=some, complete=False))
+    await engine.update(WeightUpdate(version=2, changes={"model.norm.weight": [one_change(63)]}, **OF_FLOATS))
+    assert engine.version == 2
+
+
+async def test_changes_that_the_model_has_no_room_for_are_refused(engine: Engine) -> None:
+    for name, position in (("model.norm.weight", 64), ("model.abnorm.weight", 0)):
+        with pytest.raises(ModelMismatchError, match="norm"):
+            await engine.update(WeightUpdate(version=1, changes={name: [one_change(position)]}, **OF_FLOATS))
     assert engine.version == 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -49,6 +51,24 @@ def test_chunks_behind_the_first_are_written_where_they_belong() -> None:
     prepare(WeightUpdate(version=1, changes={"w": [far, run]}, dtype="float32", complete=False), weights).apply()
     assert weights["w"][CHUNK_ELEMENTS:].tolist() == [1.0, 0.0, 1.0, 2.0, 0.0, 0.0, 0.0, 2.0]
     assert weights["w"][:CHUNK_ELEMENTS].count_nonzero() == 0
+
+
+def test_preparing_changes_of_the_models_own_type_copies_nothing() -> None:
+    size = 4 * CHUNK_ELEMENTS
+    old = np.zeros(size, np.uint16)
+    new = old.copy()
+    new[::50] += 1
+    changes = list(decode_tensor(old, encode_tensor(old, new, "bfloat16"), "bfloat16"))
+    weights = {"w": torch.zeros(size, dtype=torch.bfloat16)}
+    tracemalloc.start()
+    try:
+        prepared = prepare(WeightUpdate(version=1, changes={"w": changes}, dtype="bfloat16", complete=False), weights)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < sum(change.size_bytes for change in changes) / 10
+    prepared.apply()
+    assert np.array_equal(bits_of(weights["w"], "bfloat16"), new)
 
 
 def test_what_is_not_named_stays_as_it_is() -> None:

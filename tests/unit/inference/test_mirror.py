@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -138,7 +140,9 @@ def test_a_lease_keeps_its_version_while_the_next_is_written() -> None:
     assert np.shares_memory(before, mirror.host_arrays()["a"]), "nobody reads: written in place"
 
 
-@pytest.mark.parametrize("damage", ["values", "digest", "base", "unchanged", "missing", "short"])
+@pytest.mark.parametrize(
+    "damage", ["values", "digest", "base", "unchanged", "missing", "short", "type", "shape", "before", "backwards"]
+)
 def test_whatever_is_wrong_with_a_delta_the_mirror_stays_as_it_is(damage: str) -> None:
     mirror, first = Mirror("p"), make_version(0)
     take(mirror, *full(first, 0))
@@ -157,10 +161,97 @@ def test_whatever_is_wrong_with_a_delta_the_mirror_stays_as_it_is(damage: str) -
         entries["z"] = replace(entries.pop("b"), name="z")
     elif damage == "short":
         data = data[:-3]
+    elif damage == "type":
+        entries["a"] = replace(entries["a"], dtype="float16")
+    elif damage == "shape":
+        entries["a"] = replace(entries["a"], shape=(2, SIZES["a"] // 2))
+    elif damage == "before":
+        entries["c"] = replace(entries["c"], offset=-1)
+    elif damage == "backwards":
+        entries["c"] = replace(entries["c"], length=-1)
     payload = replace(payload, target=replace(payload.target, tensors=tuple(entries.values())))
     with pytest.raises(CorruptDataError):
         mirror.verify(payload, data)
     assert equal(held(mirror), first) and mirror.base is not None and mirror.base.number == 0
+
+
+@pytest.mark.parametrize("damage", ["values", "short", "before", "length", "overlap"])
+def test_whatever_is_wrong_with_a_snapshot_the_mirror_stays_as_it_is(damage: str) -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0))
+    second = changed(first, 1)
+    second["d"] = second["b"].copy()  # a digest does not tell these two apart
+    payload, data = full(second, 1)
+    entries = {entry.name: entry for entry in payload.target.tensors}
+    if damage == "values":
+        data[entries["b"].offset] ^= 1
+    elif damage == "short":
+        data = data[:-1]
+    elif damage == "before":
+        entries["c"] = replace(entries["c"], offset=-2)
+    elif damage == "length":
+        entries["c"] = replace(entries["c"], length=0)
+    elif damage == "overlap":
+        entries["d"] = replace(entries["d"], offset=entries["b"].offset)
+    payload = replace(payload, target=replace(payload.target, tensors=tuple(entries.values())))
+    with pytest.raises(CorruptDataError):
+        mirror.verify(payload, data)
+    assert equal(held(mirror), first) and mirror.base is not None and mirror.base.number == 0
+
+
+@pytest.mark.parametrize("profile", list(Profile))
+def test_a_delta_takes_no_more_memory_than_its_changes_and_two_tensors(profile: Profile) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [3 * CHUNK_ELEMENTS, *[CHUNK_ELEMENTS] * 12]
+    first = {str(number): rng.integers(0, 1 << 14, size, dtype=np.uint16) for number, size in enumerate(sizes)}
+    second = {name: bits + (rng.random(len(bits)) < 0.01) for name, bits in first.items()}
+    mirror = Mirror("p")
+    take(mirror, *full(first, 0))
+    payload, data = delta(first, second, 1, profile)
+    tracemalloc.start()
+    try:
+        verified = mirror.verify(payload, data)
+        decoded = sum(part.size_bytes for parts in verified.changes.values() for part in parts)
+        mirror.write(verified)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert equal(held(mirror), second)
+    assert peak <= decoded + 2 * first["0"].nbytes
+
+
+def test_who_reads_along_sees_one_version_whatever_is_written_meanwhile() -> None:
+    versions = [make_version(0)]
+    for number in range(1, 30):
+        versions.append(changed(versions[-1], number))
+    deltas = [delta(versions[number - 1], versions[number], number) for number in range(1, 30)]
+    mirror = Mirror("p")
+    take(mirror, *full(versions[0], 0))
+    ended, seen, torn = threading.Event(), set[int](), list[int]()
+
+    def read() -> None:
+        last = False
+        while not last:
+            last = ended.is_set()
+            try:
+                with mirror.lease() as leased:
+                    number = leased.manifest.version
+                    seen.add(number)
+                    if not all(equal(dict(leased.bits), versions[number]) for _ in range(3)):
+                        torn.append(number)
+            except VersionUnavailableError:
+                continue
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for payload, data in deltas:
+            take(mirror, payload, data)
+    finally:
+        ended.set()
+        reader.join()
+    assert not torn and 29 in seen
+    assert equal(held(mirror), versions[-1])
 
 
 def test_a_write_that_is_interrupted_leaves_it_dirty_and_only_a_snapshot_helps(
@@ -202,3 +293,25 @@ def test_a_tensor_that_the_new_version_lacks_is_dropped() -> None:
     smaller = {name: bits for name, bits in first.items() if name != "b"}
     take(mirror, *full(smaller, 1))
     assert equal(held(mirror), smaller)
+
+
+def test_a_mapped_tensor_that_the_next_version_lacks_is_forgotten() -> None:
+    mirror, first = Mirror("p"), make_version(0)
+    take(mirror, *full(first, 0), borrowed=True)
+    second = {name: bits for name, bits in changed(first, 1).items() if name != "b"}
+    take(mirror, *full(second, 1))
+    third = {name: bits + np.uint16(1) for name, bits in second.items()}
+    take(mirror, *delta(second, third, 2))
+    assert equal(held(mirror), third)
+
+
+def test_a_model_that_fills_it_can_change_without_it() -> None:
+    torch = pytest.importorskip("torch")
+    weights = {"w": torch.arange(6.0).view(2, 3)}
+    for dtype in ("float32", "bfloat16"):
+        mirror = Mirror("p")
+        manifest = mirror.fill(weights, run_id="r", version=0, dtype=dtype)
+        [entry] = manifest.tensors
+        before = mirror.host_tensors()["w"].clone()
+        weights["w"].add_(1)
+        assert torch.equal(mirror.host_tensors()["w"], before) and (entry.dtype, entry.shape) == (dtype, (2, 3))

@@ -6,7 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from services.common.errors import CorruptDataError, InfrastructureError, ModelMismatchError
+import pytest
+
+from services.common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InfrastructureError,
+    MillraceError,
+    ModelMismatchError,
+    NotFoundError,
+    VersionUnavailableError,
+)
 from services.common.types import FetchPlan, WeightVersion
 from services.common.weights.manifest import BaseVersion
 from services.inference.engine.weight_update import WeightUpdate
@@ -107,17 +117,51 @@ async def test_older_versions_are_skipped_while_one_is_fetched() -> None:
         assert [wanted for wanted, _, _ in world.asked] == [1, 4]
 
 
-async def test_a_failed_fetch_keeps_the_old_version_is_recorded_and_tried_again_without_the_plan() -> None:
+async def test_a_failed_fetch_keeps_the_old_version_is_recorded_and_tried_again() -> None:
     async with running(World()) as world:
         world.fetch_errors = [InfrastructureError("gone"), CorruptDataError("damaged")]
         plan = FetchPlan(relays=("a:1", "b:1"), own_stripe=0)
         world.updater.offer(world.version(1), plan)
         await world.until_held(1)
-        assert world.asked == [(1, 0, plan), (1, 0, None), (1, None, None)], "only what was damaged asks for a snapshot"
+        assert world.asked == [(1, 0, plan), (1, 0, plan), (1, None, None)], (
+            "only what was damaged asks for a snapshot, and without the others"
+        )
         failed, damaged, arrived = world.updater.take_transfers()
         assert "gone" in failed.error and "damaged" in damaged.error
         assert (arrived.error, arrived.encoding) == ("", "full")
         assert world.updater.num_failures == 2 and world.updater.take_transfers() == ()
+
+
+@pytest.mark.parametrize(
+    "error", [VersionUnavailableError("let go of"), NotFoundError("ask again"), DeadlineError("busy")]
+)
+async def test_a_source_that_has_not_got_it_costs_no_snapshot(error: MillraceError) -> None:
+    async with running(World()) as world:
+        world.fetch_errors = [error]
+        world.updater.offer(world.version(1))
+        await world.until_held(1)
+        assert [base for _, base, _ in world.asked] == [0, 0]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room for the payload"), OSError(24, "too many open files")])
+async def test_a_machine_that_is_short_of_something_costs_an_attempt_not_the_replica(error: Exception) -> None:
+    async with running(World()) as world:
+        world.fetch_errors = [error]
+        world.updater.offer(world.version(1))
+        await world.until_held(1)
+        assert world.updater.take_transfers()[0].error.startswith("INFRASTRUCTURE")
+
+
+async def test_a_plan_that_was_made_for_another_announcement_is_not_gone_back_to() -> None:
+    async with running(World()) as world:
+        world.gate.clear()
+        world.updater.offer(world.version(1), FetchPlan(relays=("a:1", "b:1"), own_stripe=0))
+        await until(lambda: bool(world.asked))
+        world.fetch_errors = [InfrastructureError("gone")]
+        world.updater.offer(world.version(1))
+        world.gate.set()
+        await world.until_held(1)
+        assert world.asked[1:] == [(1, 0, None)]
 
 
 async def test_bytes_that_are_wrong_are_settled_as_bad_and_the_next_as_good() -> None:

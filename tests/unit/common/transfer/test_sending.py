@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from services.common.transfer.sending import CHUNK_BYTES, SendBudget
+from services.inference.weights.stripes import STALL_S
 
 
 async def test_without_a_limit_nothing_waits_and_everything_is_counted() -> None:
@@ -43,5 +46,11 @@ async def test_what_was_not_used_is_not_saved_up() -> None:
 def test_chunks_of_a_slow_sender_are_small() -> None:
     assert SendBudget().chunk_bytes == CHUNK_BYTES
     assert SendBudget(1e9).chunk_bytes == CHUNK_BYTES
-    assert SendBudget(400_000).chunk_bytes == 100_000
+    assert SendBudget(2_000_000).chunk_bytes == 100_000
     assert SendBudget(1.0).chunk_bytes == 16 << 10
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e6, 4e6, 20e6, 100e6])
+def test_no_receiver_of_many_thinks_that_a_slow_sender_stands_still(bytes_per_s: float) -> None:
+    num_receivers = 64
+    assert num_receivers * SendBudget(bytes_per_s).chunk_bytes / bytes_per_s < STALL_S

@@ -45,15 +45,6 @@ def test_a_ticket_expires_without_use_and_using_renews_it() -> None:
     assert len(tickets) == 0
 
 
-def test_an_ended_ticket_opens_nothing() -> None:
-    tickets = Tickets()
-    secret = tickets.give(SOURCE, "a")
-    tickets.end(secret)
-    tickets.end(secret)
-    with pytest.raises(NotFoundError):
-        tickets.use(secret)
-
-
 def test_the_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets_module, "MOST_TICKETS", 3)
     tickets = Tickets()

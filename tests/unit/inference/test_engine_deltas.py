@@ -1,0 +1,123 @@
+"""Updates by what changed, while the torch engine generates: exact, between two steps, and all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from services.common.errors import DeadlineError, InfrastructureError  # noqa: E402
+from services.common.models import named_weights  # noqa: E402
+from services.common.weights.codec import decode_tensor, encode_tensor  # noqa: E402
+from services.inference.engine import torch_engine  # noqa: E402
+from services.inference.engine.in_place import PreparedUpdate  # noqa: E402
+from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
+
+from .conftest import Launch, StepGate, build_model, make_prompt, make_request, perturbed  # noqa: E402
+from .test_engine_torch_exact import TOLERANCE, max_gap  # noqa: E402
+
+
+def partly_perturbed(model: Any, seed: int = 1) -> Any:
+    """A copy in which about one element in five is another; one tensor is left as it is."""
+    new = perturbed(model, seed, scale=0.2)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for number, (own, old) in enumerate(zip(new.parameters(), model.parameters(), strict=True)):
+            keep = torch.rand(own.shape, generator=draw) < (1.0 if number == 3 else 0.8)
+            own.copy_(torch.where(keep, old, own))
+    return new
+
+
+def delta(old: Any, new: Any, version: int) -> WeightUpdate:
+    """What a replica makes of a delta of float32 weights."""
+    changes = {}
+    for name, before in named_weights(old).items():
+        bits = [
+            tensor.reshape(-1).numpy().view(np.uint32) for tensor in (before, dict(new.named_parameters())[name].data)
+        ]
+        coded = encode_tensor(bits[0], bits[1], "float32")
+        if coded:
+            changes[name] = list(decode_tensor(bits[0], coded, "float32"))
+    return WeightUpdate(version=version, changes=changes, dtype="float32", complete=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
+async def test_logprobs_are_exact_over_two_deltas_in_mid_generation(launch: Launch, kind: str, tied: bool) -> None:
+    models = [build_model(kind, tied=tied)]
+    models += [partly_perturbed(models[0], 1)]
+    models += [partly_perturbed(models[1], 2)]
+    gate = StepGate(at=8)
+    engine = await launch(models[0], on_tokens=gate)
+    prompts = [make_prompt(40), make_prompt(5, 3), [*make_prompt(40), 9, 8]]
+    pending = [
+        asyncio.ensure_future(engine.generate(make_request(p, seed=i, max_new_tokens=200)))
+        for i, p in enumerate(prompts)
+    ]
+    updates = [delta(models[number - 1], models[number], number) for number in (1, 2)]
+    assert any(name not in updates[0].changes for name in named_weights(models[0])), "one tensor has no change"
+    await gate.run(engine.update(updates[0]))
+    await engine.update(updates[1])
+    for prompt, generation in zip(prompts, await asyncio.gather(*pending), strict=True):
+        assert generation.segments[0].weight_version == 0 and generation.segments[-1].weight_version == 2
+        assert sum(segment.num_tokens for segment in generation.segments) == 200, "nothing is thrown away"
+        for segment in generation.segments:
+            assert segment.weight_version is not None
+            assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
+        assert max_gap(models[1], prompt, generation, generation.segments[-1]) > 100 * TOLERANCE
+    for name, own in engine._core.decoder.weights.items():
+        assert torch.equal(own, dict(models[2].named_parameters())[name].data), name
+
+
+async def test_a_write_that_fails_half_way_ends_the_engine_before_another_token(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = build_model("qwen3")
+    gate = StepGate(at=8)
+    engine = await launch(old, on_tokens=gate)
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=200)))
+
+    generated: list[int] = []
+
+    def half(self: PreparedUpdate) -> None:
+        generated.append(engine.counters.generated)
+        for write in self.writes[: len(self.writes) // 2]:
+            write.apply()
+        raise MemoryError("the test took it away")
+
+    monkeypatch.setattr(PreparedUpdate, "apply", half)
+    with pytest.raises(InfrastructureError, match="the test took it away"):
+        await gate.run(engine.update(delta(old, partly_perturbed(old), 1)))
+    with pytest.raises(InfrastructureError):
+        await pending
+    assert not engine.health().ok and [engine.counters.generated] == generated
+    with pytest.raises(InfrastructureError):
+        await engine.generate(make_request(make_prompt(3), max_new_tokens=1))
+
+
+async def test_an_update_whose_caller_has_given_up_is_not_applied(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arrays may hold another version by then."""
+    old = build_model("qwen3")
+    new = partly_perturbed(old)
+    gate = StepGate(at=8)
+    engine = await launch(old, on_tokens=gate)
+    prompt = make_prompt(10)
+    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=60)))
+    await gate._reached.wait()  # the engine's thread stands still
+    with monkeypatch.context() as hasty:
+        hasty.setattr(torch_engine, "CONTROL_TIMEOUT_S", 0.05)
+        with pytest.raises(DeadlineError, match="engine update"):
+            await engine.update(delta(old, new, 1))
+    gate._open.set()
+    generation = await pending
+    assert [segment.weight_version for segment in generation.segments] == [0]
+    assert max_gap(old, prompt, generation, generation.segments[0]) <= TOLERANCE
+    await engine.update(delta(old, new, 1))
+    again = await engine.generate(make_request(prompt, max_new_tokens=20))
+    assert max_gap(new, prompt, again, again.segments[0]) <= TOLERANCE

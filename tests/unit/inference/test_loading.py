@@ -1,0 +1,58 @@
+"""A loaded policy computes with the published values from the first token on, and takes deltas on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from services.common.config.loading import validate  # noqa: E402
+from services.common.rpc.run_client import RunSettings  # noqa: E402
+from services.inference import loading  # noqa: E402
+from services.inference.byte_tokenizer import ByteTokenizer  # noqa: E402
+from services.inference.config import replica_config  # noqa: E402
+from tests.integration.inference.peers import scripted_recipe  # noqa: E402
+
+from .conftest import build_model  # noqa: E402
+
+
+class SmallTokenizer(ByteTokenizer):
+    def __len__(self) -> int:
+        return 258
+
+
+@pytest.mark.parametrize("engine", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("published", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_the_engine_starts_with_the_published_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, master: str, published: str, engine: str
+) -> None:
+    model = build_model("qwen3")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("services.common.models.load_tokenizer", lambda path: SmallTokenizer())
+    recipe: dict[str, Any] = scripted_recipe(
+        policies={
+            "model0": {
+                "model": {"path": str(tmp_path), "context_length": 2048},
+                "trainer": {"master_dtype": master},
+                "weights": {"publish_dtype": published},
+            }
+        },
+        inference={"a": {"engine": "torch", "port": 0, "num_slots": 1, "device": "cpu", "dtype": engine}},
+    )
+    settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+    threads = torch.get_num_threads()
+    loaded = loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
+    torch.set_num_threads(threads)
+    own: Any = loaded.served.engine
+    types = [getattr(torch, name) for name in (master, published, engine)]
+    for name, tensor in model.named_parameters():
+        expected = tensor.detach()
+        for dtype in types:
+            expected = expected.to(dtype)
+        held = own._core.decoder.weights[name]
+        assert held.dtype == types[-1] and torch.equal(held, expected), name
+    assert loaded.weights.held().number == 0
