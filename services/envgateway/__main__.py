@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from services.envgateway.sandbox.pool import SandboxPool
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m services.envgateway",
-        description="Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says.",
+        description="Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says. With "
+        "REDIS_URI (or envgateway.queue.redis_uri) programs run at workers: python -m services.envgateway.worker. With "
+        "envgateway.http.port clients of Code Judge are served as well.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run-dir", type=Path, help="a run directory, as the launcher makes it")
@@ -37,7 +40,8 @@ def main() -> None:
         sandbox = SandboxPool.start_before_threads(recipe.envgateway.sandbox)
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
-        asyncio.run(serve(recipe.envgateway, sandbox, recipe.run.id or ""))
+        # The variable rather than the recipe: a password in it is then not saved with the run.
+        asyncio.run(serve(recipe.envgateway, sandbox, recipe.run.id or "", os.environ.get("REDIS_URI") or None))
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 

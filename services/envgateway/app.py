@@ -1,8 +1,9 @@
-"""Wiring: sandbox, judge, queue, graders, tools, environments, episodes and the server that offers them.
+"""Wiring: sandbox, judge, queue, graders, tools, environments, episodes and the servers that offer them.
 
 sandbox <- judge <- queue <- tools <- environments <- episodes <- server
-                      ^                     |
-                      `- execution, judging `-> rewards <- math pool
+           (or workers) ^                   |
+                        |- HTTP interface   `-> rewards <- math pool
+                        `- execution, judging
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.tools import PythonTool, ToolBox
 from services.envgateway.episodes import EpisodeManager
+from services.envgateway.http.server import HttpServer
+from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
 from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.fair import FairQueue
+from services.envgateway.queue.interceptor import ClientInterceptor
+from services.envgateway.queue.streams.queue import StreamsQueue
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.pool import SandboxPool
@@ -32,25 +38,31 @@ _TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
 class Gateway:
     """One gateway process. The sandbox was started before this module, and with it grpc, was imported."""
 
-    def __init__(self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "") -> None:
+    def __init__(
+        self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None
+    ) -> None:
+        """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
         self._math = MathPool(config.math)
         timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
-        self._queue = EmbeddedQueue(
-            sandbox, Judge(sandbox), num_slots=config.sandbox.num_slots, queue_size=config.sandbox.queue_size
-        )
-        self._rewards = Rewards(self._math, self._queue)
+        self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
+        self._rewards = Rewards(self._math, self.queue)
         self._tools = ToolBox(
             [
-                PythonTool(self._queue, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(self._queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
+                PythonTool(self.queue, "python", takes_input=False, timeout_s=timeout_s),
+                PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
             ]
         )
         environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
         self.server = Server(
-            service="envgateway", instance_id="envgateway", host=config.host, port=config.port, run_id=run_id
+            service="envgateway",
+            instance_id="envgateway",
+            host=config.host,
+            port=config.port,
+            run_id=run_id,
+            interceptors=[ClientInterceptor()],
         )
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,
@@ -59,35 +71,42 @@ class Gateway:
         )
         self.server.add(
             pb_grpc.add_CodeExecutionServiceServicer_to_server,
-            CodeExecutionServicer(self._queue),
+            CodeExecutionServicer(self.queue),
             "millrace.v1.CodeExecutionService",
         )
         self.server.add(
-            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self._queue), "millrace.v1.JudgeService"
+            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self.queue), "millrace.v1.JudgeService"
         )
         self.server.add(
             pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
         )
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
+        self.http = _make_http(config, self.queue, self._rewards)
 
     async def start(self) -> int:
-        """Serve; returns the port."""
+        """Serve; returns the port of gRPC."""
+        self.queue.start()
         port = await self.server.start()
+        if self.http is not None:
+            await self.http.start()
         self._tasks.start(self._episodes.expire_forever(), "expire episodes")
         self.server.set_ready()
         return port
 
     async def stop(self) -> None:
         """Refuse, drain, close: calls first, then what they use."""
+        if self.http is not None:
+            await self.http.stop()
         await self.server.stop()
         await self._tasks.close()
         await self._episodes.close_all()
+        await self.queue.close()
         await asyncio.gather(self._math.close(), self._sandbox.close())
 
     def _gauges(self) -> dict[str, float]:
         return {
             **self._sandbox.gauges,
-            **self._queue.gauges,
+            **self.queue.gauges,
             "episodes_live": float(self._episodes.num_live),
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
             **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
@@ -96,9 +115,29 @@ class Gateway:
         }
 
 
-async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "") -> None:
+def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str) -> FairQueue:
+    if redis_uri:
+        return StreamsQueue(config.queue, redis_uri)
+    return EmbeddedQueue(sandbox, Judge(sandbox), num_slots=config.sandbox.num_slots, queue_size=config.queue.lane_size)
+
+
+def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> HttpServer | None:
+    if config.http.port is None:
+        return None
+    limits = config.sandbox
+    submissions = Submissions(
+        queue,
+        rewards,
+        run_s=limits.wall_time_s,
+        compile_s=limits.compile_time_s,
+        output_bytes=limits.output_bytes,
+    )
+    return HttpServer(config.http, config.host, queue, submissions)
+
+
+async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
-    gateway = Gateway(config, sandbox, run_id)
+    gateway = Gateway(config, sandbox, run_id, redis_uri)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     try:

@@ -21,7 +21,7 @@ async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> 
 
 
 @dataclass(slots=True)
-class _Entry(Generic[Result]):
+class _Running(Generic[Result]):
     task: asyncio.Task[Result]
     waiting: int = 0
 
@@ -30,48 +30,63 @@ class SharedCalls(Generic[Result]):
     """One execution per key: who repeats a key joins the running call or gets its stored result.
 
     The call is cancelled when its last waiter leaves. Errors, and results that ``keep`` refuses, are not stored: the
-    next caller runs it again.
+    next caller runs it again. The oldest results go when there are more than ``max_stored``, or when together they
+    weigh more than ``max_weight``.
     """
 
-    def __init__(self, max_stored: int, keep: Callable[[Result], bool] = lambda _: True) -> None:
-        self._entries: OrderedDict[str, _Entry[Result]] = OrderedDict()
+    def __init__(
+        self,
+        max_stored: int,
+        keep: Callable[[Result], bool] = lambda _: True,
+        weigh: Callable[[Result], int] = lambda _: 0,
+        max_weight: int = 0,
+    ) -> None:
+        self._running: dict[str, _Running[Result]] = {}
+        self._stored: OrderedDict[str, Result] = OrderedDict()
         self._max_stored = max_stored
         self._keep = keep
+        self._weigh = weigh
+        self._weight = 0
+        self._max_weight = max_weight
 
     async def run(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
         """``key`` may be empty: then nothing is shared."""
         if not key:
             return await call()
-        entry = self._entries.get(key)
+        if key in self._stored:
+            return self._stored[key]
+        entry = self._running.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(asyncio.ensure_future(_as_coroutine(call)))
-            entry.task.add_done_callback(lambda _: self._settle(key))
+            entry = self._running[key] = _Running(asyncio.ensure_future(_as_coroutine(call)))
+            settled = entry
+            entry.task.add_done_callback(lambda _: self._settle(key, settled))
         entry.waiting += 1
         try:
             return await asyncio.shield(entry.task)
         except asyncio.CancelledError:
             if entry.waiting == 1 and not entry.task.done():
-                if self._entries.get(key) is entry:
-                    del self._entries[key]
+                if self._running.get(key) is entry:
+                    del self._running[key]
                 entry.task.cancel()
             raise
         finally:
             entry.waiting -= 1
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Running calls and stored results."""
+        return len(self._running) + len(self._stored)
 
-    def _settle(self, key: str) -> None:
-        entry = self._entries.get(key)
-        if entry is None or not entry.task.done():
-            return
+    def _settle(self, key: str, entry: _Running[Result]) -> None:
+        if self._running.get(key) is not entry:
+            return  # everybody left; what came of it is nobody's
+        del self._running[key]
         if entry.task.cancelled() or entry.task.exception() is not None or not self._keep(entry.task.result()):
-            del self._entries[key]
-        for stored in list(self._entries):
-            if len(self._entries) <= self._max_stored:
-                break
-            if self._entries[stored].task.done():
-                del self._entries[stored]
+            return
+        self._stored[key] = entry.task.result()
+        self._weight += self._weigh(entry.task.result())
+        while len(self._stored) > self._max_stored or self._weight > self._max_weight:
+            _, oldest = self._stored.popitem(last=False)
+            self._weight -= self._weigh(oldest)
 
 
 async def _as_coroutine(call: Callable[[], Awaitable[Result]]) -> Result:

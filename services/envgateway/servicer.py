@@ -15,7 +15,7 @@ from services.envgateway.deadlines import time_left_s
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.judge.records import Lane
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
@@ -67,18 +67,13 @@ class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
 
 
 class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
-    def __init__(self, queue: EmbeddedQueue) -> None:
+    def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
-        self._shared: SharedCalls[ExecutionResult] = SharedCalls(_STORED_RESULTS, keep=_is_final)
 
     async def ExecuteCode(self, request: pb.ExecuteCodeRequest, context: Context) -> pb.ExecuteCodeResponse:
         execution = _execution_from_proto(request)
-        deadline_s = time_left_s(context)
-        result = await self._shared.run(
-            request.request_id,
-            lambda: self._queue.run(
-                execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=deadline_s
-            ),
+        result = await self._queue.run(
+            execution, lane=Lane.INTERACTIVE, request_id=request.request_id, deadline_s=time_left_s(context)
         )
         return _execution_to_proto(result)
 
@@ -94,10 +89,6 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
         )
         return pb.ComputeRewardResponse(outcome=_OUTCOME[result.outcome], reward=result.reward, detail=result.detail)
-
-
-def _is_final(result: ExecutionResult) -> bool:
-    return result.status not in (ExecutionStatus.INFRA_ERROR, ExecutionStatus.CANCELLED)
 
 
 def _is_graded(result: RewardResult) -> bool:

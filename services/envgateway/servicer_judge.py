@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -13,7 +13,6 @@ from services.common.errors import CapacityError, InvalidRequestError
 from services.common.pb import environment_pb2, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
 from services.common.serde import duration_from_proto, duration_to_proto
-from services.envgateway.calls import SharedCalls
 from services.envgateway.deadlines import time_left_s
 from services.envgateway.judge.records import (
     AssertTests,
@@ -30,31 +29,22 @@ from services.envgateway.judge.records import (
     Tests,
     Verdict,
 )
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.records import ExecutionLimits
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_STORED_RESULTS = 4096
 _IN_FLIGHT = 256  # of one batch; the others wait here, so that one batch does not fill the queue
 _VERDICT = {verdict: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in Verdict}
 _MODE = {pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
 _LANE = {pb.JUDGE_LANE_INTERACTIVE: Lane.INTERACTIVE}
 
 
-class JudgeQueue(Protocol):
-    """Where requests wait for a slot. Raises ``CapacityError`` when it is full, ``DeadlineError`` when time is up."""
-
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> object: ...
-
-
 class JudgeServicer(judge_pb2_grpc.JudgeServiceServicer):
     """A call that is cancelled, or whose deadline passes, is cancelled in the queue and killed in the sandbox."""
 
-    def __init__(self, queue: JudgeQueue) -> None:
+    def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
-        self._shared: SharedCalls[JudgeResult] = SharedCalls(
-            _STORED_RESULTS, keep=lambda result: result.verdict.is_about_the_program
-        )
 
     async def Judge(self, request: pb.JudgeRequest, context: Context) -> pb.JudgeResponse:
         return result_to_proto(await self._judge(request_from_proto(request), time_left_s(context)))
@@ -85,14 +75,7 @@ class JudgeServicer(judge_pb2_grpc.JudgeServiceServicer):
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _judge(self, request: JudgeRequest, deadline_s: float) -> JudgeResult:
-        async def run() -> JudgeResult:
-            result = await self._queue.run(
-                request, lane=request.lane, request_id=request.request_id, deadline_s=deadline_s
-            )
-            assert isinstance(result, JudgeResult)
-            return result
-
-        return await self._shared.run(request.request_id, run)
+        return await self._queue.run(request, lane=request.lane, request_id=request.request_id, deadline_s=deadline_s)
 
     async def _judge_of_batch(self, proto: pb.JudgeRequest, end: float) -> JudgeResult:
         """A full queue is waited for, as long as the caller's deadline allows."""

@@ -55,6 +55,33 @@ class MathRewardConfig(Section):
     """A grading that takes longer is killed: a grader failure, not a wrong answer."""
 
 
+class QueueConfig(Section):
+    lane_size: int = Field(default=4096, ge=1)
+    """Jobs waiting in each lane, before callers are told to come back."""
+    redis_uri: str = ""
+    """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
+    says the same, and keeps a password out of the recipe."""
+    redis_prefix: str = "millrace"
+    """Begins every key in Redis; gateways and workers with the same prefix work together."""
+    allow_plain_redis: bool = False
+    """Use a Redis on another machine without TLS: jobs and verdicts can then be read and changed on the way."""
+    lease_s: float = Field(default=10.0, ge=0.5)
+    """A worker that has not been heard of for this long loses its jobs to others."""
+    max_attempts: int = Field(default=3, ge=1)
+    """A job that this many workers could not finish is an infrastructure failure; the last attempt is made alone."""
+
+
+class HttpConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Also serve the HTTP interface that clients of Code Judge speak; they expect it on 8000, 0 takes a free port."""
+    queue_wait_s: float = Field(default=20.0, gt=0)
+    """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`."""
+    long_batch_wait_s: float = Field(default=3600.0, gt=0)
+    """The same for one of a long batch."""
+    body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Largest request."""
+
+
 class EnvGatewayConfig(Section):
     host: str = "127.0.0.1"
     """Bind address. Only loopback is allowed."""
@@ -62,6 +89,10 @@ class EnvGatewayConfig(Section):
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
     sandbox: SandboxConfig = SandboxConfig()
     """Sandboxed execution."""
+    queue: QueueConfig = QueueConfig()
+    """Where programs wait for a slot, here or at workers."""
+    http: HttpConfig = HttpConfig()
+    """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()
     """Math rewards."""
     environments: dict[str, str] = {}

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -45,11 +45,20 @@ Labels = Callable[[], Mapping[str, str]]
 class Server:
     """A gRPC server of one process. Raises ``ConfigError`` for a bind that is not loopback and for a taken port.
 
-    ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``.
+    ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``. ``interceptors``
+    come after the server's own: what they raise is told like any other error.
     """
 
     def __init__(
-        self, *, service: str, instance_id: str, host: str, port: int, run_id: str = "", port_setting: str = ""
+        self,
+        *,
+        service: str,
+        instance_id: str,
+        host: str,
+        port: int,
+        run_id: str = "",
+        port_setting: str = "",
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         if not is_loopback(host):
             raise ConfigError(
@@ -61,7 +70,7 @@ class Server:
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=[ContextInterceptor(), ErrorInterceptor()],
+            interceptors=[ContextInterceptor(), ErrorInterceptor(), *interceptors],
             options=[
                 *KEEPALIVE,
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

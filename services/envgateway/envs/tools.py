@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.envgateway.judge.records import Lane
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
 
@@ -46,7 +46,7 @@ class Tool(Protocol):
 class PythonTool:
     """Runs a program in the sandbox; the value of a trailing expression is printed, too."""
 
-    def __init__(self, queue: EmbeddedQueue, name: str, *, takes_input: bool, timeout_s: float) -> None:
+    def __init__(self, queue: JobQueue, name: str, *, takes_input: bool, timeout_s: float) -> None:
         properties: dict[str, Any] = {"code": {"type": "string", "description": "The Python code to execute."}}
         if takes_input:
             properties["input"] = {"type": "string", "description": "What the code reads from standard input."}
@@ -67,9 +67,8 @@ class PythonTool:
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         stdin = arguments.get("input", "").encode("utf-8", errors="replace")
         request = ExecutionRequest(code=arguments["code"], stdin=stdin, echo=True)
-        result = await self._queue.run(
-            request, lane=Lane.INTERACTIVE, request_id=f"tool {self._name}", deadline_s=self.timeout_s
-        )
+        # Without a key: two calls of the same program are two runs.
+        result = await self._queue.run(request, lane=Lane.INTERACTIVE, request_id="", deadline_s=self.timeout_s)
         return _shown(result)
 
 

@@ -1,1 +1,1 @@
-"""Where executions and judgements wait for a slot."""
+"""Where executions and judgements wait for a slot: here (embedded), or at workers on any node (streams)."""

@@ -22,6 +22,9 @@ from services.envgateway.judge.records import (
     StdinTests,
     Verdict,
 )
+from services.envgateway.queue.base import Job
+from services.envgateway.queue.fair import FairQueue
+from services.envgateway.queue.turns import Turns
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer_judge import JudgeServicer
 
@@ -32,26 +35,28 @@ SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n"
 SLEEP = "import time; time.sleep(30)"
 
 
-class _Direct:
-    """The judge without a queue."""
+class _Recording:
+    """A runner that notes in which lane it was asked."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
-        self.calls: list[tuple[Lane, float]] = []
+        self.lanes: list[Lane] = []
 
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult:
-        self.calls.append((lane, deadline_s))
+    async def run(self, job: Job, lane: Lane) -> JudgeResult:
+        assert isinstance(job, JudgeRequest)
+        self.lanes.append(lane)
         return await self._judge.judge(job)
 
 
 @pytest.fixture
-async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct]]:
-    direct = _Direct(Judge(pool))
+async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording]]:
+    runner = _Recording(Judge(pool))
+    queue = FairQueue(runner, Turns(num_slots=2, num_reserved=0, lane_size=100))
     server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0, run_id="")
-    server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(direct), "millrace.v1.JudgeService")
+    server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(queue), "millrace.v1.JudgeService")
     port = await server.start()
     async with channel(f"127.0.0.1:{port}") as connection:
-        yield judge_pb2_grpc.JudgeServiceStub(connection), direct
+        yield judge_pb2_grpc.JudgeServiceStub(connection), runner
     await server.stop()
 
 
@@ -60,12 +65,14 @@ def _squares(code: str, **more: object) -> pb.JudgeRequest:
     return pb.JudgeRequest(code=code, stdin_tests=pb.StdinTests(cases=cases), **more)  # type: ignore[arg-type]
 
 
-async def test_judging_over_grpc(stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct], pool: SandboxPool) -> None:
-    client, direct = stub
+async def test_judging_over_grpc(
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording], pool: SandboxPool
+) -> None:
+    client, runner = stub
     answer = await client.Judge(_squares("print(int(input()) ** 2)", lane=pb.JUDGE_LANE_INTERACTIVE), timeout=20)
     assert (answer.verdict, answer.num_cases, answer.isolation_tier) == (pb.VERDICT_OK, 3, pool.tier)
     assert answer.cases[2].stdout == "4\n" and answer.cases[2].exit_code == 0 and not answer.cases[2].HasField("signal")
-    assert direct.calls[0][0] is Lane.INTERACTIVE and 0 < direct.calls[0][1] < 60
+    assert runner.lanes == [Lane.INTERACTIVE]
     call = pb.JudgeRequest(
         code="def f(a, b): return [a, b]",
         call_tests=pb.CallTests(
@@ -78,17 +85,17 @@ async def test_judging_over_grpc(stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStu
 
 
 async def test_repeating_a_request_gives_the_stored_result(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
 ) -> None:
-    client, direct = stub
+    client, runner = stub
     request = _squares("print(1)", request_id="same")
     first, second = await asyncio.gather(client.Judge(request, timeout=20), client.Judge(request, timeout=20))
     assert first == second == await client.Judge(request, timeout=20)
-    assert len(direct.calls) == 1
+    assert len(runner.lanes) == 1
 
 
 async def test_a_batch_streams_results_as_they_finish(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
 ) -> None:
     client, _ = stub
     slow = "import time; time.sleep(1.0); print(int(input()) ** 2)"
@@ -101,7 +108,7 @@ async def test_a_batch_streams_results_as_they_finish(
 
 
 async def test_a_deadline_and_a_client_that_leaves_end_the_run(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct], pool: SandboxPool
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording], pool: SandboxPool
 ) -> None:
     client, _ = stub
     with pytest.raises(grpc.aio.AioRpcError) as late:
@@ -117,7 +124,7 @@ async def test_a_deadline_and_a_client_that_leaves_end_the_run(
 
 
 async def test_a_limit_that_nothing_keeps_is_refused(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Direct],
+    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
 ) -> None:
     client, _ = stub
     request = _squares("print(1)", limits=environment_pb2.ExecutionLimits(memory_bytes=0))

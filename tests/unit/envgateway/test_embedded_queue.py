@@ -1,4 +1,4 @@
-"""Two lanes in front of the slots: interactive first, one slot never given to batch, nobody forgotten."""
+"""Lanes, clients, deadlines, keys and back-pressure in front of the slots; nobody is forgotten."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from services.common.errors import CapacityError, DeadlineError
 from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, StdinCase, StdinTests, Verdict
+from services.envgateway.queue.clients import on_behalf_of
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
@@ -21,6 +22,7 @@ class Slots:
         self.running = 0
         self.most = 0
         self.gates: dict[str, asyncio.Event] = {}
+        self.status = ExecutionStatus.OK
 
     async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult:
         self.started.append(request.code)
@@ -30,7 +32,7 @@ class Slots:
             await self.gates.setdefault(request.code, asyncio.Event()).wait()
         finally:
             self.running -= 1
-        return ExecutionResult(status=ExecutionStatus.OK)
+        return ExecutionResult(status=self.status, stdout=request.code.encode())
 
     async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
         await self.run(ExecutionRequest(code=request.code))
@@ -46,15 +48,18 @@ class World:
         self.slots = Slots()
         self.queue = EmbeddedQueue(self.slots, self.slots, num_slots=num_slots, queue_size=queue_size)
 
-    async def submit(self, name: str, lane: Lane, deadline_s: float = 20.0) -> asyncio.Task[Any]:
+    async def submit(
+        self, name: str, lane: Lane, deadline_s: float = 20.0, client: str = "", key: str = ""
+    ) -> asyncio.Task[Any]:
         job = ExecutionRequest(code=name)
-        task = asyncio.create_task(self.queue.run(job, lane=lane, request_id=name, deadline_s=deadline_s))
+        with on_behalf_of(client):
+            task = asyncio.create_task(self.queue.run(job, lane=lane, request_id=key, deadline_s=deadline_s))
         await settle()
         return task
 
 
 async def settle() -> None:
-    for _ in range(5):
+    for _ in range(10):
         await asyncio.sleep(0)
 
 
@@ -83,26 +88,58 @@ async def test_one_slot_is_never_given_to_batch() -> None:
     assert world.slots.most == 3 and set(world.slots.started) == {"i", "b0", "b1", "b2", "b3", "b4"}
 
 
+async def test_a_client_that_floods_leaves_others_their_share() -> None:
+    world = World(num_slots=1, queue_size=10_000)
+    flood = [await world.submit(f"flood{n}", Lane.BATCH, client="flood") for n in range(1000)]
+    modest = [await world.submit(f"modest{n}", Lane.BATCH, client="modest") for n in range(10)]
+    world.slots.end(*(f"flood{n}" for n in range(1000)), *(f"modest{n}" for n in range(10)))
+    async with asyncio.timeout(10):
+        await asyncio.gather(*modest)
+    assert world.slots.started.index("modest9") <= 21  # turn by turn behind the one that ran
+    for task in flood:
+        task.cancel()
+
+
 async def test_a_full_queue_tells_when_to_come_back() -> None:
     world = World(num_slots=1, queue_size=2)
     tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(3)]
     with pytest.raises(CapacityError) as refused:
-        await world.queue.run(ExecutionRequest(code="x"), lane=Lane.INTERACTIVE, request_id="x", deadline_s=1)
+        await world.queue.run(ExecutionRequest(code="x"), lane=Lane.BATCH, request_id="", deadline_s=1)
     assert refused.value.retry_after_s is not None and 0.5 <= refused.value.retry_after_s <= 30
-    world.slots.end("b0", "b1", "b2")
+    world.slots.end("b0", "b1", "b2", "i")
     async with asyncio.timeout(5):
-        await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks, await world.submit("i", Lane.INTERACTIVE))
+
+
+async def test_a_full_lane_refuses_the_client_that_fills_it() -> None:
+    world = World(num_slots=1, queue_size=4)
+    flood = [await world.submit(f"flood{n}", Lane.BATCH, client="flood") for n in range(5)]
+    modest = [await world.submit(f"modest{n}", Lane.BATCH, client="modest") for n in range(2)]
+    assert [task.done() for task in flood] == [False, False, False, True, True]
+    assert isinstance(flood[4].exception(), CapacityError) and not any(task.done() for task in modest)
+    third = await world.submit("modest2", Lane.BATCH, client="modest")
+    assert isinstance(third.exception(), CapacityError)
+    world.slots.end("flood0", "flood1", "flood2", "modest0", "modest1")
+    async with asyncio.timeout(5):
+        await asyncio.gather(*flood[:3], *modest)
 
 
 async def test_a_deadline_that_passes_takes_the_job_out_and_is_named() -> None:
     world = World(num_slots=1)
     first = await world.submit("b0", Lane.BATCH)
-    late = await world.submit("b1", Lane.BATCH, deadline_s=0.02)
-    with pytest.raises(DeadlineError, match=r"b1 got no slot within 0\.02 s"):
+    late = await world.submit("b1", Lane.BATCH, deadline_s=0.02, key="k1")
+    with pytest.raises(DeadlineError, match=r"execution k1 in the batch lane took longer than 0\.02 s"):
         await late
     world.slots.end("b0")
     await first
     assert world.slots.started == ["b0"] and world.queue.gauges["queue_batch_waiting"] == 0
+
+
+async def test_a_deadline_that_passes_kills_what_runs() -> None:
+    world = World(num_slots=1)
+    with pytest.raises(DeadlineError):
+        await world.queue.run(ExecutionRequest(code="a"), lane=Lane.BATCH, request_id="", deadline_s=0.02)
+    assert world.slots.started == ["a"] and world.slots.running == 0
 
 
 async def test_who_leaves_while_waiting_or_running_frees_its_place() -> None:
@@ -127,6 +164,40 @@ async def test_a_turn_given_to_somebody_who_leaves_at_that_moment_goes_on_to_the
     async with asyncio.timeout(5):
         await last
     assert "c" in world.slots.started
+
+
+async def test_the_same_job_under_the_same_key_runs_once() -> None:
+    world = World()
+    first, second = [await world.submit("a", Lane.INTERACTIVE, key="k") for _ in range(2)]
+    world.slots.end("a")
+    assert (await first) is (await second) is (await (await world.submit("a", Lane.BATCH, key="k")))
+    assert world.slots.started == ["a"]
+
+
+async def test_another_job_under_the_same_key_gets_its_own_result() -> None:
+    world = World()
+    world.slots.end("a", "b")
+    results = [await (await world.submit(name, Lane.INTERACTIVE, key="k")) for name in ("a", "b")]
+    assert [result.stdout for result in results] == [b"a", b"b"]
+
+
+async def test_who_joined_does_not_share_the_deadline_of_the_first() -> None:
+    world = World()
+    hasty = await world.submit("a", Lane.INTERACTIVE, key="k", deadline_s=0.02)
+    patient = await world.submit("a", Lane.INTERACTIVE, key="k")
+    with pytest.raises(DeadlineError):
+        await hasty
+    world.slots.end("a")
+    assert (await patient).stdout == b"a" and world.slots.started == ["a"]
+
+
+async def test_a_failure_of_the_machinery_is_not_stored() -> None:
+    world = World()
+    world.slots.end("a")
+    world.slots.status = ExecutionStatus.INFRA_ERROR
+    await (await world.submit("a", Lane.INTERACTIVE, key="k"))
+    world.slots.status = ExecutionStatus.OK
+    assert (await (await world.submit("a", Lane.INTERACTIVE, key="k"))).status is ExecutionStatus.OK
 
 
 async def test_judgements_take_turns_with_executions() -> None:

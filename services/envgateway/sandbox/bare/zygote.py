@@ -118,6 +118,21 @@ def _import_if_there(names: Sequence[str]) -> None:
             continue
 
 
+def _warm_up_sympy() -> None:
+    """The first steps of algebra load modules and fill caches: 0.2 s that no child pays again."""
+    sympy = sys.modules.get("sympy")
+    if sympy is None:
+        return
+    x = sympy.Symbol("x")
+    sympy.solve(x**2 - 3 * x + 1, x)
+    sympy.factor(sympy.expand((x + 1) ** 3))
+    sympy.simplify(sympy.sin(x) ** 2 + sympy.cos(x) ** 2)
+    sympy.integrate(x * sympy.cos(x), (x, 0, 1))
+    sympy.Matrix([[1, 2], [3, 4]]).det()
+    sympy.sympify("x + 1")
+    str(sympy.nsimplify(0.5))
+
+
 class Zygote:
     """Answers one supervisor over a seqpacket socket until that closes."""
 
@@ -134,6 +149,7 @@ class Zygote:
                 __import__(name)
             if self._profile == "scientific":
                 _import_if_there(_SCIENTIFIC)
+                _warm_up_sympy()
             if procfs.num_threads(self._pid) != 1:
                 raise OSError("a preloaded library has started threads, which do not survive a fork")
             paths.relocate()

@@ -1,0 +1,1 @@
+"""The HTTP interface that clients of Code Judge speak, beside gRPC."""

@@ -1,0 +1,156 @@
+"""Routes of Code Judge over aiohttp: single runs are interactive, batches are not.
+
+    GET  /ping, /status
+    POST /run, /judge, each also /batch and /long-batch
+
+A client that leaves takes its jobs with it. A long batch sends a space now and then while it works, which JSON allows
+before a value, so that nothing between client and gateway takes the silence for death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+import structlog
+from aiohttp import web
+
+from services.common.config.envgateway import HttpConfig
+from services.common.errors import ConfigError
+from services.common.loopback import is_loopback
+from services.envgateway.http.schema import UnreadableBodyError, batch_answer, read_batch, read_submission
+from services.envgateway.http.submissions import Submissions
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.clients import on_behalf_of
+
+log = structlog.get_logger()
+
+CLIENT_HEADER = "X-Client-Id"
+_KEEP_ALIVE_S = 10.0
+_LARGE_BODY = 1 << 20  # bytes from which reading JSON leaves the event loop
+_STOP_S = 5.0
+
+Read = TypeVar("Read")
+
+
+class HttpServer:
+    """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback, and for a taken port."""
+
+    def __init__(self, config: HttpConfig, host: str, queue: JobQueue, submissions: Submissions) -> None:
+        if not is_loopback(host):
+            raise ConfigError(f"the HTTP interface may not bind {host}: it does not authenticate its callers")
+        assert config.port is not None
+        self._config = config
+        self._host = host
+        self._queue = queue
+        self._submissions = submissions
+        application = web.Application(client_max_size=config.body_bytes)
+        application.add_routes([web.get("/ping", self._ping), web.get("/status", self._status)])
+        for name, with_output in (("run", True), ("judge", False)):
+            application.add_routes(
+                [
+                    web.post(f"/{name}", self._single(with_output)),
+                    web.post(f"/{name}/batch", self._batch(with_output)),
+                    web.post(f"/{name}/long-batch", self._long_batch(with_output)),
+                ]
+            )
+        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S)
+        self.port = config.port
+
+    async def start(self) -> int:
+        """Returns the port."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self.port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(
+                f"the HTTP interface cannot listen on {self._host}:{self.port}: {why}; stop what holds the port, or "
+                "give it another with envgateway.http.port in the recipe (0 takes a free one)"
+            ) from None
+        self.port = self._runner.addresses[0][1]
+        log.info("http.listening", address=f"{self._host}:{self.port}")
+        return self.port
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        return _json("pong")
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json({"queue": self._queue.num_waiting, "num_workers": self._queue.num_slots})
+
+    def _single(self, with_output: bool) -> _Handler:
+        async def handle(request: web.Request) -> web.Response:
+            submission = await _read(request, read_submission)
+            outcome = await self._submissions.run(submission, Lane.INTERACTIVE, self._config.queue_wait_s)
+            return _json(outcome.shown(with_output))
+
+        return _for_client(handle)
+
+    def _batch(self, with_output: bool) -> _Handler:
+        async def handle(request: web.Request) -> web.Response:
+            batch = await _read(request, read_batch)
+            outcomes = await self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.queue_wait_s)
+            return _json(batch_answer(batch.sub_id, [outcome.shown(with_output) for outcome in outcomes]))
+
+        return _for_client(handle)
+
+    def _long_batch(self, with_output: bool) -> _Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            batch = await _read(request, read_batch)
+            response = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await response.prepare(request)
+            running = asyncio.ensure_future(
+                self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.long_batch_wait_s)
+            )
+            try:
+                while not (await asyncio.wait([running], timeout=_KEEP_ALIVE_S))[0]:
+                    await response.write(b" ")
+            finally:
+                await _ended(running)
+            outcomes = [outcome.shown(with_output) for outcome in running.result()]
+            await response.write_eof(orjson.dumps(batch_answer(batch.sub_id, outcomes)))
+            return response
+
+        return _for_client(handle)
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _for_client(handle: _Handler) -> _Handler:
+    """The queue's view of who asks, and the answer to a body that cannot be read."""
+
+    async def wrapped(request: web.Request) -> web.StreamResponse:
+        with on_behalf_of(request.headers.get(CLIENT_HEADER) or f"http {request.remote}"):
+            try:
+                return await handle(request)
+            except UnreadableBodyError as error:
+                return _json({"detail": error.details}, status=422)
+
+    return wrapped
+
+
+async def _read(request: web.Request, reader: Callable[[bytes], Read]) -> Read:
+    body = await request.read()
+    return await asyncio.to_thread(reader, body) if len(body) > _LARGE_BODY else reader(body)
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait for its end; what it raised is its reader's."""
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

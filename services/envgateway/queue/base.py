@@ -1,0 +1,92 @@
+"""What a queue of jobs promises, whatever is behind it. Knows neither lanes' rules nor Redis nor grpc."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeAlias, overload
+
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, Verdict
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+
+Job: TypeAlias = ExecutionRequest | JudgeRequest
+JobResult: TypeAlias = ExecutionResult | JudgeResult
+
+
+class JobQueue(Protocol):
+    """Runs programs when their turn has come. Cancelling the caller takes a job out, or kills what runs.
+
+    ``request_id`` is the key of the job, empty for none: who repeats the same job under the same key joins the running
+    one or gets its stored result. ``deadline_s`` bounds waiting and running together.
+
+    Raises:
+        CapacityError: too many wait already; says when to come back.
+        DeadlineError: no result within ``deadline_s`` seconds; what ran was killed.
+    """
+
+    @overload
+    async def run(
+        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float
+    ) -> ExecutionResult: ...
+    @overload
+    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
+    async def run(self, job: Job, *, lane: Lane, request_id: str, deadline_s: float) -> JobResult: ...
+
+    @property
+    def gauges(self) -> Mapping[str, float]:
+        """Numbers for GetStatus."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs without a slot."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Jobs that can run at once, here or at all workers together."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs a job whose turn has come. Cancelling the caller kills it."""
+
+    async def run(self, job: Job, lane: Lane) -> JobResult: ...
+
+
+class Executor(Protocol):
+    """Runs one program (``SandboxPool``)."""
+
+    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult: ...
+
+
+class Judging(Protocol):
+    """Judges one program (``Judge``)."""
+
+    async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult: ...
+
+
+class LocalRunner:
+    """Runs jobs in this process's own sandbox."""
+
+    def __init__(self, sandbox: Executor, judge: Judging) -> None:
+        self._sandbox = sandbox
+        self._judge = judge
+
+    async def run(self, job: Job, lane: Lane) -> JobResult:
+        if isinstance(job, JudgeRequest):
+            return await self._judge.judge(job)
+        return await self._sandbox.run(job)
+
+
+def is_about_the_program(result: JobResult) -> bool:
+    """False for what may be tried again and never becomes a reward."""
+    if isinstance(result, JudgeResult):
+        return result.verdict.is_about_the_program
+    return result.status not in (ExecutionStatus.INFRA_ERROR, ExecutionStatus.CANCELLED)
+
+
+def infrastructure_failure(job: Job, detail: str) -> JobResult:
+    """The result of a job that the machinery could not run."""
+    if isinstance(job, JudgeRequest):
+        return JudgeResult(verdict=Verdict.INFRA_ERROR, detail=detail, request_id=job.request_id)
+    return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail=detail)

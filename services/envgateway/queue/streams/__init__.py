@@ -1,0 +1,1 @@
+"""Jobs over Redis Streams: the gateway's side, and what it shares with the workers."""

@@ -1,0 +1,50 @@
+"""What lies where in Redis: two streams of jobs, one of results for each gateway, and who is alive.
+
+PREFIX:jobs:interactive, PREFIX:jobs:batch   streams, read by the consumer group ``workers``; an entry is deleted
+                                             when its job is answered or withdrawn
+PREFIX:results:GATEWAY                       stream, read by that gateway alone; expires
+PREFIX:gateway:GATEWAY                       there while this gateway lives; its loss tells of an empty Redis
+PREFIX:workers, PREFIX:worker:NAME           set of names, and what each says of itself, there while it lives
+PREFIX:withdrawn                             channel: jobs that nobody waits for any more
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.envgateway.judge.records import Lane
+
+GROUP = "workers"
+# Fields of an entry of a jobs stream, and of a results stream.
+JOB_ID, GATEWAY, PAYLOAD = b"id", b"gateway", b"payload"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Keys under one prefix.
+
+    >>> Names("millrace").jobs(Lane.BATCH)
+    'millrace:jobs:batch'
+    """
+
+    prefix: str
+
+    def jobs(self, lane: Lane) -> str:
+        return f"{self.prefix}:jobs:{lane.value}"
+
+    def results(self, gateway: str) -> str:
+        return f"{self.prefix}:results:{gateway}"
+
+    def gateway(self, gateway: str) -> str:
+        return f"{self.prefix}:gateway:{gateway}"
+
+    def worker(self, worker: str) -> str:
+        return f"{self.prefix}:worker:{worker}"
+
+    @property
+    def workers(self) -> str:
+        return f"{self.prefix}:workers"
+
+    @property
+    def withdrawn(self) -> str:
+        return f"{self.prefix}:withdrawn"

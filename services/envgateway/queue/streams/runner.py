@@ -1,0 +1,238 @@
+"""The gateway's side: jobs out to the workers' streams, answers in, and again what Redis has lost.
+
+    run ──> journal ──> send ──> stream ──> a worker ──> results stream ──> receive ──> journal ──> run
+               ^                    |
+               '── look after <─────'   every second: is Redis the one it was, are the entries still there?
+
+Three loops, each outlives any failure of Redis: send (waits for jobs), receive (blocks up to a second), look after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import orjson
+import structlog
+
+from services.common.aio import TaskOwner, backoff
+from services.common.errors import InvalidRequestError
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.base import Job, JobResult, infrastructure_failure
+from services.envgateway.queue.codec import decode_result, encode_job
+from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client, heed_cancellation
+from services.envgateway.queue.streams.journal import Journal, Unanswered
+from services.envgateway.queue.streams.names import GATEWAY, JOB_ID, PAYLOAD, Names
+
+log = structlog.get_logger()
+
+ALIVE_S = 30  # a gateway that was not heard of for this long is dead, and so are its jobs
+_SEND_AT_ONCE = 64
+_RECEIVE_AT_ONCE = 256
+_LOOK_PAUSE_S = 1.0
+_LOOKS_BETWEEN_INVENTORIES = 15  # when nothing is amiss
+_INVENTORY_AT_ONCE = 500
+# Which of these entries are there, without sending them back.
+_THERE = """
+local there = {}
+for i, id in ipairs(ARGV) do there[i] = #redis.call('XRANGE', KEYS[1], id, id) end
+return there
+"""
+
+
+class StreamsRunner:
+    """A ``Runner`` whose slots are at the workers. ``start`` before, ``close`` after."""
+
+    def __init__(
+        self, client: Client, names: Names, on_slots: Callable[[int], None], gateway: str = "", alive_s: int = ALIVE_S
+    ) -> None:
+        """``on_slots`` is told how many slots all live workers have together, each second."""
+        self._client = client
+        self._names = names
+        self._on_slots = on_slots
+        self._gateway = gateway or uuid.uuid4().hex[:12]
+        self._alive_s = alive_s
+        self._journal = Journal()
+        self._withdrawn: list[Unanswered] = []
+        self._last_result = b"0-0"
+        self._looks = 0
+        self._suspicious = False  # Redis failed since the last inventory
+        self._connected = True
+        self._num_workers = 0
+        self._num_slots = 0
+        self._tasks = TaskOwner()
+        self.counts: Counter[str] = Counter()
+
+    def start(self) -> None:
+        for work, name in (
+            (self._send, "send jobs"),
+            (self._receive, "receive results"),
+            (self._look, "look after jobs"),
+        ):
+            self._tasks.start(self._for_ever(work), f"queue: {name}")
+
+    async def close(self) -> None:
+        """Withdraw what is left and leave."""
+        await self._tasks.close()
+        self._withdrawn += self._journal.sent()
+        try:
+            async with asyncio.timeout(2.0):
+                await self._withdraw()
+                await self._client.delete(self._names.gateway(self._gateway), self._names.results(self._gateway))
+        except (*UNREACHABLE, TimeoutError):
+            pass  # without it the keys expire, and workers drop the jobs of a gateway that is gone
+        await self._client.aclose()
+
+    async def run(self, job: Job, lane: Lane) -> JobResult:
+        """Raises nothing of Redis: while it is away the job waits here, as long as the caller does."""
+        unanswered = Unanswered(uuid.uuid4().hex, lane, encode_job(job), asyncio.get_running_loop().create_future())
+        self._journal.add(unanswered)
+        try:
+            payload = await unanswered.answer
+        except asyncio.CancelledError:
+            self._journal.forget(unanswered.id)
+            self._withdrawn.append(unanswered)
+            self._journal.something_to_send.set()
+            raise
+        try:
+            return decode_result(payload)
+        except InvalidRequestError as error:
+            return infrastructure_failure(job, f"a worker's answer was not understood: {error.message}")
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {
+            "queue_unanswered": float(len(self._journal)),
+            "queue_workers": float(self._num_workers),
+            "queue_worker_slots": float(self._num_slots),
+            "queue_redis_connected": float(self._connected),
+            **{f"queue_{name}": float(count) for name, count in self.counts.items()},
+        }
+
+    async def _for_ever(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        pauses = backoff(0.05, 2.0)
+        while True:
+            try:
+                await work()
+                heed_cancellation()
+                pauses = backoff(0.05, 2.0)
+                if not self._connected:
+                    self._connected = True
+                    log.info("queue.redis_back", unanswered=len(self._journal))
+            except UNREACHABLE as error:
+                self._suspicious = True
+                if self._connected:
+                    self._connected = False
+                    log.warning("queue.redis_lost", error=str(error), unanswered=len(self._journal))
+                await asyncio.sleep(next(pauses))
+
+    # -- send -----------------------------------------------------------------------------------------------------
+
+    async def _send(self) -> None:
+        await self._journal.something_to_send.wait()
+        if self._withdrawn:
+            await self._withdraw()
+        jobs = self._journal.take_unsent(_SEND_AT_ONCE)
+        if self._withdrawn:
+            self._journal.something_to_send.set()  # somebody left while others were withdrawn
+        if not jobs:
+            return
+        try:
+            async with self._client.pipeline(transaction=False) as pipe:
+                # Workers drop jobs of the dead: whoever sends is alive, also in a Redis that has just lost all.
+                pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s)
+                for job in jobs:
+                    fields = {JOB_ID: job.id, GATEWAY: self._gateway, PAYLOAD: job.payload}
+                    pipe.xadd(self._names.jobs(job.lane), fields)  # type: ignore[arg-type]
+                entries = (await pipe.execute())[1:]
+        except (*UNREACHABLE, asyncio.CancelledError):
+            self._journal.send_again(jobs)
+            raise
+        for job, entry in zip(jobs, entries, strict=True):
+            job.entry = entry
+        self.counts["sent"] += len(jobs)
+
+    async def _withdraw(self) -> None:
+        """Nobody waits for these: not in the stream any more, and killed where they run."""
+        jobs, self._withdrawn = self._withdrawn, []
+        try:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for job in jobs:
+                    if job.entry is not None:
+                        pipe.xdel(self._names.jobs(job.lane), job.entry)
+                    pipe.publish(self._names.withdrawn, job.id)
+                await pipe.execute()
+        except (*UNREACHABLE, asyncio.CancelledError):
+            self._withdrawn += jobs
+            raise
+        self.counts["withdrawn"] += len(jobs)
+
+    # -- receive --------------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        stream = self._names.results(self._gateway)
+        reply: Any = await self._client.xread({stream: self._last_result}, count=_RECEIVE_AT_ONCE, block=BLOCK_MS)
+        if not reply:
+            return
+        [(_, entries)] = reply
+        for entry, fields in entries:
+            self._last_result = entry
+            if self._journal.answer(fields[JOB_ID].decode(), fields[PAYLOAD]):
+                self.counts["answered"] += 1
+            else:
+                self.counts["answers_ignored"] += 1
+        await self._client.xdel(stream, *(entry for entry, _ in entries))
+
+    # -- look after -----------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.exists(self._names.gateway(self._gateway))
+            pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s)
+            pipe.smembers(self._names.workers)
+            was_there, _, workers = await pipe.execute()
+        if not was_there and self._looks:
+            log.warning("queue.redis_was_emptied", unanswered=len(self._journal))
+            self.counts["redis_losses"] += 1
+            self._last_result = b"0-0"  # another Redis may count its entries from an earlier clock
+            self._suspicious = True
+        await self._count_workers(sorted(workers))
+        self._looks += 1
+        if self._suspicious or self._looks % _LOOKS_BETWEEN_INVENTORIES == 0:
+            self._suspicious = await self._take_inventory()
+        await asyncio.sleep(_LOOK_PAUSE_S)
+
+    async def _take_inventory(self) -> bool:
+        """Look for every sent job's entry; True when some were missing for the first time: look again soon."""
+        missing = False
+        for lane in Lane:
+            jobs = [job for job in self._journal.sent() if job.lane is lane]
+            for start in range(0, len(jobs), _INVENTORY_AT_ONCE):
+                some = [(job, job.entry) for job in jobs[start : start + _INVENTORY_AT_ONCE] if job.entry is not None]
+                there = await self._client.eval(_THERE, 1, self._names.jobs(lane), *(entry for _, entry in some))
+                for (job, entry), found in zip(some, there, strict=True):
+                    if job.entry != entry:
+                        continue
+                    missing = missing or not found
+                    if self._journal.looked(job, bool(found)):
+                        self.counts["sent_again"] += 1
+        return missing
+
+    async def _count_workers(self, workers: list[bytes]) -> None:
+        names = [name.decode() for name in workers]
+        said = await self._client.mget([self._names.worker(name) for name in names]) if names else []
+        gone = [name for name, words in zip(names, said, strict=True) if words is None]
+        if gone:
+            await self._client.srem(self._names.workers, *gone)
+            log.warning("queue.workers_gone", workers=gone)
+        alive = [orjson.loads(words) for words in said if words is not None]
+        slots = sum(int(words["slots"]) for words in alive)
+        if (len(alive), slots) != (self._num_workers, self._num_slots):
+            log.info("queue.workers", workers=len(alive), slots=slots)
+        elif not alive and len(self._journal) and self._looks % _LOOKS_BETWEEN_INVENTORIES == 1:
+            log.warning("queue.no_workers", waiting=len(self._journal))
+        self._num_workers, self._num_slots = len(alive), slots
+        self._on_slots(slots)

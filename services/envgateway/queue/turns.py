@@ -1,0 +1,127 @@
+"""Who may use a slot next: interactive before batch, some slots never for batch, clients in turn, bounded.
+
+    interactive (a rollout waits) --> |
+                                      | --> at most ``num_slots`` at once
+    batch (judging)               --> |     ``num_reserved`` of them never for batch
+
+A full lane refuses the client that has most waiting there, not the one that happens to come last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.common.errors import CapacityError
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.line import FairLine
+
+_RETRY_FROM_S = 0.5
+_RETRY_AT_MOST_S = 30.0
+
+_Turn = asyncio.Future[None]
+
+
+class Turns:
+    """``async with turns.turn(lane, client)``: inside, a slot is yours."""
+
+    def __init__(self, *, num_slots: int, num_reserved: int, lane_size: int) -> None:
+        self._lane_size = lane_size
+        self._waiting: dict[Lane, FairLine[_Turn]] = {lane: FairLine() for lane in Lane}
+        self._running: Counter[Lane] = Counter()
+        self._mean_s = 0.05  # of a job, for telling when to come back
+        self.counts: Counter[str] = Counter()
+        self.num_slots = num_slots
+        self._batch_slots = max(1, num_slots - num_reserved)
+
+    def resize(self, num_slots: int, num_reserved: int) -> None:
+        """From the next turn on."""
+        self.num_slots = num_slots
+        self._batch_slots = max(1, num_slots - num_reserved)
+        self._wake()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def num_running(self) -> int:
+        return sum(self._running.values())
+
+    @property
+    def mean_s(self) -> float:
+        """How long a turn lasts, lately."""
+        return self._mean_s
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {
+            **{f"queue_{lane}_waiting": float(len(waiting)) for lane, waiting in self._waiting.items()},
+            **{f"queue_{lane}_running": float(self._running[lane]) for lane in Lane},
+            **{f"queue_{name}": float(count) for name, count in self.counts.items()},
+        }
+
+    @asynccontextmanager
+    async def turn(self, lane: Lane, client: str) -> AsyncIterator[None]:
+        """Raises ``CapacityError`` when too many wait. Cancelling the waiter gives up its place."""
+        await self._take(lane, client)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            yield
+        finally:
+            self._mean_s += 0.05 * (clock() - began - self._mean_s)
+            self._running[lane] -= 1
+            self._wake()
+
+    async def _take(self, lane: Lane, client: str) -> None:
+        if self._may_start(lane) and not self._waiting[lane]:
+            self._running[lane] += 1
+            return
+        self._make_room(lane, client)
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        self._waiting[lane].add(client, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not self._waiting[lane].remove(client, turn) and not turn.cancelled() and turn.exception() is None:
+                self._running[lane] -= 1  # it was given in the very moment of leaving: to the next
+                self._wake()
+            raise
+
+    def _make_room(self, lane: Lane, client: str) -> None:
+        waiting = self._waiting[lane]
+        if len(waiting) < self._lane_size:
+            return
+        self.counts["refused"] += 1
+        longest = waiting.longest()
+        if waiting.count(client) + 1 >= waiting.count(longest):
+            raise self._full(lane)
+        turn = waiting.take_newest(longest)
+        if not turn.done():
+            turn.set_exception(self._full(lane))
+
+    def _full(self, lane: Lane) -> CapacityError:
+        num_waiting = len(self._waiting[lane])
+        drained_s = num_waiting * self._mean_s / self.num_slots
+        return CapacityError(
+            f"{num_waiting} executions are waiting in the {lane} lane for {self.num_slots} slots",
+            retry_after_s=min(max(drained_s / 2, _RETRY_FROM_S), _RETRY_AT_MOST_S),
+        )
+
+    def _may_start(self, lane: Lane) -> bool:
+        if self.num_running >= self.num_slots:
+            return False
+        if lane is Lane.INTERACTIVE:
+            return True
+        return self._running[Lane.BATCH] < self._batch_slots and not self._waiting[Lane.INTERACTIVE]
+
+    def _wake(self) -> None:
+        for lane in (Lane.INTERACTIVE, Lane.BATCH):
+            while self._waiting[lane] and self._may_start(lane):
+                turn = self._waiting[lane].take()
+                if not turn.done():
+                    self._running[lane] += 1
+                    turn.set_result(None)

@@ -1,0 +1,67 @@
+"""``python -m services.envgateway.worker``: the sandbox first, then Redis and what starts threads."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from services.common import logs
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.loading import load_recipe, load_resolved
+from services.common.errors import ConfigError, MillraceError
+from services.common.process import die_with_parent_if_asked
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.worker.settings import VARIABLES, worker_settings
+
+_DESCRIPTION = """\
+Run programs for environment gateways, in a sandbox on this node. Gateway and workers meet in one Redis only; start as
+many workers as you like, on as many nodes as you like, and stop or kill them at any moment: their jobs go to others.
+
+  REDIS_URI=redis://127.0.0.1:6379 MAX_WORKERS=64 MAX_EXECUTION_TIME=4 python -m services.envgateway.worker
+
+SIGTERM: take no more, let what runs end, give back the rest.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.envgateway.worker",
+        description=_DESCRIPTION,
+        epilog=VARIABLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--run-dir", type=Path, help="take the section envgateway of this run directory")
+    source.add_argument("--recipe", type=Path, help="take the section envgateway of this recipe")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c",
+                        help="with --recipe: override a setting")  # fmt: skip
+    arguments = parser.parse_args()
+    die_with_parent_if_asked()
+    try:
+        settings = worker_settings(_section(arguments))
+        logs.configure("envgateway", arguments.run_dir, instance=f"worker-{os.getpid()}")
+        sandbox = SandboxPool.start_before_threads(settings.sandbox)
+        from services.envgateway.worker.app import work  # redis and asyncio, and with them threads, only now
+
+        asyncio.run(work(settings, sandbox))
+    except MillraceError as error:
+        sys.exit(f"error: {error.message}")
+
+
+def _section(arguments: argparse.Namespace) -> EnvGatewayConfig | None:
+    if arguments.run_dir is not None:
+        recipe = load_resolved(arguments.run_dir)
+    elif arguments.recipe is not None:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+    else:
+        return None
+    if recipe.envgateway is None:
+        raise ConfigError("the recipe has no gateway: write envgateway: {}")
+    return recipe.envgateway
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What a worker says to Redis about jobs: take, renew, take over, answer, give back. Knows not how a job runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+import structlog
+from redis.exceptions import ResponseError
+
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client
+from services.envgateway.queue.streams.names import GATEWAY, GROUP, JOB_ID, PAYLOAD, Names
+from services.envgateway.worker.held import Delivery
+
+log = structlog.get_logger()
+
+RESULTS_EXPIRE_S = 3600
+_GATEWAY_SEEN_S = 2.0
+_ANSWER_AT_ONCE = 64
+_CONSUMER_FORGOTTEN_MS = 3_600_000
+
+
+class Leases:
+    """One worker's dealings. Every method raises what redis raises when it is away (``UNREACHABLE``)."""
+
+    def __init__(self, client: Client, names: Names, worker: str, lease_s: float) -> None:
+        self._client = client
+        self._names = names
+        self._worker = worker
+        self._lease_ms = int(lease_s * 1000)
+        self._gateways_seen: dict[str, float] = {}
+        self._answers: list[tuple[Delivery, bytes]] = []
+        self._answer_is_there = asyncio.Event()
+        self.all_sent = asyncio.Event()
+        self.all_sent.set()
+
+    async def make_groups(self) -> None:
+        """The consumer group on both streams; what was there before it counts as well."""
+        for lane in Lane:
+            try:
+                await self._client.xgroup_create(self._names.jobs(lane), GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def take(self, lane: Lane, at_most: int) -> list[Delivery]:
+        """Jobs that nobody has had; waits up to a second for the first."""
+        stream = self._names.jobs(lane)
+        reply: Any = await self._client.xreadgroup(GROUP, self._worker, {stream: ">"}, count=at_most, block=BLOCK_MS)
+        return [_delivery(lane, entry, fields, 1) for _, entries in reply for entry, fields in entries]
+
+    async def renew(self, lane: Lane, entries: list[bytes]) -> set[bytes]:
+        """Which of these are still ours; the others were withdrawn, or given to somebody else."""
+        if not entries:
+            return set()
+        stream = self._names.jobs(lane)
+        # min_idle_time 0 would also take back what another has taken over: ours are those that are listed as ours.
+        ours: Any = await self._client.xpending_range(stream, GROUP, "-", "+", len(entries) + 1000, self._worker)
+        listed: set[Any] = {item["message_id"] for item in ours} & set(entries)
+        if not listed:
+            return set()
+        claimed: Any = await self._client.xclaim(stream, GROUP, self._worker, 0, sorted(listed), justid=True)
+        return set(claimed)
+
+    async def take_over(self, lane: Lane, at_most: int) -> list[Delivery]:
+        """Jobs whose workers have not been heard of, each with the number of its next attempt."""
+        stream = self._names.jobs(lane)
+        reply: Any = await self._client.xautoclaim(stream, GROUP, self._worker, self._lease_ms, "0-0", count=at_most)
+        deliveries = []
+        for entry, fields in reply[1]:
+            if fields is None:  # withdrawn
+                continue
+            pending: Any = await self._client.xpending_range(stream, GROUP, entry, entry, 1)
+            if pending:  # else answered by the one that was thought dead
+                deliveries.append(_delivery(lane, entry, fields, pending[0]["times_delivered"]))
+        return deliveries
+
+    async def is_anybody_waiting(self, delivery: Delivery) -> bool:
+        """Whether its gateway lives."""
+        now = time.monotonic()
+        if now - self._gateways_seen.get(delivery.gateway, -_GATEWAY_SEEN_S) < _GATEWAY_SEEN_S:
+            return True
+        if not await self._client.exists(self._names.gateway(delivery.gateway)):
+            return False
+        self._gateways_seen[delivery.gateway] = now
+        return True
+
+    def answer(self, delivery: Delivery, payload: bytes) -> None:
+        """Goes out with ``send_answers``, as soon as Redis takes it."""
+        self._answers.append((delivery, payload))
+        self._answer_is_there.set()
+        self.all_sent.clear()
+
+    async def send_answers(self) -> None:
+        """Wait for answers and send those that are there."""
+        await self._answer_is_there.wait()
+        answers, self._answers = self._answers[:_ANSWER_AT_ONCE], self._answers[_ANSWER_AT_ONCE:]
+        if not self._answers:
+            self._answer_is_there.clear()
+        try:
+            async with self._client.pipeline(transaction=True) as pipe:
+                for delivery, payload in answers:
+                    results = self._names.results(delivery.gateway)
+                    pipe.xadd(results, {JOB_ID: delivery.job_id, PAYLOAD: payload})
+                    pipe.expire(results, RESULTS_EXPIRE_S)
+                    self._finish(pipe, delivery)
+                await pipe.execute()
+        except (*UNREACHABLE, asyncio.CancelledError):
+            self._answers = answers + self._answers
+            self._answer_is_there.set()
+            raise
+        if not self._answers:
+            self.all_sent.set()
+
+    async def drop(self, delivery: Delivery) -> None:
+        """Nobody waits for it."""
+        async with self._client.pipeline(transaction=True) as pipe:
+            self._finish(pipe, delivery)
+            await pipe.execute()
+
+    async def give_back(self, deliveries: Iterable[Delivery], attempt_counts: bool) -> None:
+        """Let others have them at once."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for delivery in deliveries:
+                pipe.xclaim(
+                    self._names.jobs(delivery.lane), GROUP, self._worker, 0, [delivery.entry],
+                    idle=self._lease_ms, retrycount=delivery.attempt - (not attempt_counts), justid=True,
+                )  # fmt: skip
+            await pipe.execute()
+
+    async def say(self, words: Mapping[str, Any]) -> None:
+        """That this worker lives, and what it is."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.sadd(self._names.workers, self._worker)
+            pipe.set(self._names.worker(self._worker), orjson.dumps(words), px=3 * self._lease_ms)
+            await pipe.execute()
+
+    async def leave(self) -> None:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.delete(self._names.worker(self._worker))
+            pipe.srem(self._names.workers, self._worker)
+            await pipe.execute()
+
+    async def forget_consumers(self) -> None:
+        """Those that hold nothing and were not seen for an hour: names of workers that are gone."""
+        for lane in Lane:
+            for consumer in await self._client.xinfo_consumers(self._names.jobs(lane), GROUP):
+                if not consumer["pending"] and consumer["idle"] > _CONSUMER_FORGOTTEN_MS:
+                    await self._client.xgroup_delconsumer(self._names.jobs(lane), GROUP, consumer["name"])
+
+    def _finish(self, pipe: Any, delivery: Delivery) -> None:
+        stream = self._names.jobs(delivery.lane)
+        pipe.xack(stream, GROUP, delivery.entry)
+        pipe.xdel(stream, delivery.entry)
+
+
+def _delivery(lane: Lane, entry: bytes, fields: Mapping[bytes, bytes], attempt: int) -> Delivery:
+    return Delivery(
+        lane=lane,
+        entry=entry,
+        job_id=fields[JOB_ID].decode(),
+        gateway=fields[GATEWAY].decode(),
+        payload=fields[PAYLOAD],
+        attempt=attempt,
+    )

@@ -1,0 +1,298 @@
+"""A worker: takes jobs of both lanes from Redis, runs them in its own slots, answers their gateways.
+
+    take (one loop a lane) ──┐
+    take over (of the dead) ─┼─> held, lease renewed ──> own lanes and slots ──> answer ──> send
+    last attempt, alone ─────┘        ^
+    listen (withdrawn) ── kill ───────'
+
+Rules: a job is answered, given back or still held, never forgotten; a job whose workers keep dying is answered with
+INFRA_ERROR after ``max_attempts``, and its last attempt has a worker to itself, so that the innocent beside it are not
+counted out with it. Every loop outlives any failure of Redis; what runs meanwhile is answered when Redis is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import structlog
+
+from services.common.aio import TaskOwner, backoff
+from services.common.errors import InvalidRequestError, MillraceError
+from services.envgateway.judge.records import Lane
+from services.envgateway.queue.base import Job, JobResult, Runner, infrastructure_failure, is_about_the_program
+from services.envgateway.queue.codec import decode_job, encode_result
+from services.envgateway.queue.streams.connection import UNREACHABLE, Client, heed_cancellation
+from services.envgateway.queue.streams.names import Names
+from services.envgateway.queue.turns import Turns
+from services.envgateway.sandbox.records import ExecutionRequest
+from services.envgateway.worker.held import Delivery, HeldJobs
+from services.envgateway.worker.leases import Leases
+
+log = structlog.get_logger()
+
+_AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
+_MOST_AHEAD_PER_SLOT = 4
+_LOOKS_A_LEASE = 3
+_FORGET_CONSUMERS_EVERY = 1000  # looks
+_SEND_AT_END_S = 5.0
+
+
+class _LastAttempt:
+    """A job that waits until nothing else runs here, its lease renewed meanwhile."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.go = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
+class Worker:
+    """``run`` until it is cancelled or ``stop`` is called; ``drain_s`` is what running jobs get to end."""
+
+    def __init__(
+        self,
+        client: Client,
+        names: Names,
+        runner: Runner,
+        *,
+        num_slots: int,
+        lease_s: float,
+        max_attempts: int,
+        about: dict[str, str] | None = None,
+        name: str = "",
+    ) -> None:
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{int(time.time())}"
+        self._client = client
+        self._names = names
+        self._runner = runner
+        self._num_slots = num_slots
+        self._reserved = 1 if num_slots > 1 else 0
+        self._turns = Turns(num_slots=num_slots, num_reserved=self._reserved, lane_size=1 << 30)
+        self._leases = Leases(client, names, self.name, lease_s)
+        self._lease_s = lease_s
+        self._max_attempts = max_attempts
+        self._about = about or {}
+        self._held = HeldJobs()
+        self._last_attempts: deque[_LastAttempt] = deque()
+        self._last_attempt_came = asyncio.Event()
+        self._alone = False  # a last attempt wants the worker to itself
+        self._reads = 0  # of the streams, under way
+        self._no_reads = asyncio.Event()
+        self._no_reads.set()
+        self._stopping = asyncio.Event()
+        self._looks = 0
+        self._connected = True
+        self.counts: Counter[str] = Counter()
+
+    def stop(self) -> None:
+        """Take no more; ``run`` returns when what runs has ended."""
+        self._stopping.set()
+
+    async def run(self, drain_s: float) -> None:
+        try:
+            await self._leases.make_groups()
+        except UNREACHABLE as error:
+            log.warning("worker.no_redis_yet", error=str(error))  # the loops below go on trying
+        async with TaskOwner() as taking, TaskOwner() as keeping:
+            for lane in Lane:
+                taking.start(self._for_ever(partial(self._take, lane)), f"worker: take {lane}")
+            taking.start(self._for_ever(self._make_last_attempts), "worker: last attempts")
+            keeping.start(self._for_ever(self._look), "worker: leases")
+            keeping.start(self._for_ever(self._listen), "worker: withdrawn jobs")
+            keeping.start(self._for_ever(self._leases.send_answers), "worker: answers")
+            log.info("worker.ready", worker=self.name, slots=self._num_slots, **self._about)
+            await self._stopping.wait()
+            await self._no_reads.wait()  # within a second; cut off, they would lose what Redis just gave
+            await taking.close()
+            await self._drain(drain_s)
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return {**self._turns.gauges, **{name: float(count) for name, count in self.counts.items()}}
+
+    async def _for_ever(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        pauses = backoff(0.05, 2.0)
+        while True:
+            try:
+                await work()
+                heed_cancellation()
+                pauses = backoff(0.05, 2.0)
+                if not self._connected:
+                    self._connected = True
+                    log.info("worker.redis_back")
+            except UNREACHABLE as error:
+                await self._recover(error, next(pauses))
+
+    async def _recover(self, error: BaseException, pause_s: float) -> None:
+        """Redis is away, or is another one, without our group."""
+        if self._connected:
+            self._connected = False
+            log.warning("worker.redis_lost", error=str(error), running=len(self._held))
+        await asyncio.sleep(pause_s)
+        try:
+            await self._leases.make_groups()
+        except UNREACHABLE:
+            pass  # the next round tells
+
+    # -- taking ---------------------------------------------------------------------------------------------------
+
+    async def _take(self, lane: Lane) -> None:
+        room = self._room(lane)
+        if room <= 0 or self._alone or self._stopping.is_set():
+            await self._held.wait_for_change()
+            return
+        self._reads += 1
+        self._no_reads.clear()
+        try:
+            deliveries = await self._leases.take(lane, room)
+        finally:
+            self._reads -= 1
+            if not self._reads:
+                self._no_reads.set()
+        for delivery in deliveries:
+            self._hold(delivery)
+
+    def _room(self, lane: Lane) -> int:
+        """Jobs of this lane to take now: its slots, and as many ahead as are finished in a blink."""
+        slots = self._num_slots - (self._reserved if lane is Lane.BATCH else 0)
+        ahead = int(slots * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
+        return slots + ahead - self._held.count(lane)
+
+    def _hold(self, delivery: Delivery) -> asyncio.Task[None]:
+        return self._held.hold(delivery, self._deal_with(delivery))
+
+    async def _take_over(self) -> None:
+        for lane in Lane:
+            room = self._room(lane)
+            if room <= 0 or self._alone:
+                continue
+            for delivery in await self._leases.take_over(lane, room):
+                if delivery.entry in self._held:
+                    continue  # our own, from before Redis was away
+                self.counts["taken_over"] += 1
+                log.info("worker.taken_over", job=delivery.job_id, attempt=delivery.attempt)
+                if delivery.attempt == self._max_attempts > 1:
+                    last = _LastAttempt(delivery)
+                    last.task = self._held.hold(delivery, self._when_alone(last))
+                    self._last_attempts.append(last)
+                    self._last_attempt_came.set()
+                    self._alone = True
+                else:
+                    self._hold(delivery)
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    async def _deal_with(self, delivery: Delivery) -> None:
+        """From taken to answered, dropped or given back."""
+        try:
+            if not await self._leases.is_anybody_waiting(delivery):
+                await self._leases.drop(delivery)
+                self.counts["dropped"] += 1
+                return
+            heed_cancellation()
+            result = await self._result(delivery)
+            if is_about_the_program(result) or delivery.attempt >= self._max_attempts:
+                self._leases.answer(delivery, encode_result(result))
+                self.counts["answered"] += 1
+            else:
+                self.counts["given_back"] += 1
+                await self._leases.give_back([delivery], attempt_counts=True)
+        except UNREACHABLE as error:
+            # It stays leased to us in Redis, if that still knows it; when the lease runs out, somebody takes it over.
+            log.warning("worker.job_let_go", job=delivery.job_id, error=str(error))
+
+    async def _result(self, delivery: Delivery) -> JobResult:
+        try:
+            job: Job = decode_job(delivery.payload)
+        except InvalidRequestError as error:
+            return infrastructure_failure(ExecutionRequest(code=""), f"worker {self.name}: {error.message}")
+        if delivery.attempt > self._max_attempts:
+            log.error("worker.poison", job=delivery.job_id, attempts=delivery.attempt - 1)
+            self.counts["poison"] += 1
+            detail = f"{delivery.attempt - 1} workers died or gave up while they ran this job; it is not tried again"
+            return infrastructure_failure(job, detail)
+        try:
+            async with self._turns.turn(delivery.lane, ""):
+                return await self._runner.run(job, delivery.lane)
+        except MillraceError as error:
+            return infrastructure_failure(job, f"worker {self.name}: {error.message}")
+        except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer
+            log.exception("worker.job_failed", job=delivery.job_id)
+            return infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
+
+    async def _when_alone(self, last: _LastAttempt) -> None:
+        await last.go.wait()
+        await self._deal_with(last.delivery)
+
+    async def _make_last_attempts(self) -> None:
+        """One after the other, when nothing else runs here."""
+        await self._last_attempt_came.wait()
+        while self._last_attempts:
+            waiting = sum(not last.task.done() for last in self._last_attempts)
+            if self._reads or len(self._held) > waiting:
+                await asyncio.sleep(0.02)
+                continue
+            last = self._last_attempts.popleft()
+            last.go.set()
+            await asyncio.wait([last.task])
+        self._last_attempt_came.clear()
+        self._alone = False
+        self._held.changed()
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Say that we live, renew what we hold, take over what the dead held."""
+        await self._leases.say({"slots": self._num_slots, "busy": self._turns.num_running, **self._about})
+        for lane in Lane:
+            held = self._held.of(lane)
+            ours = await self._leases.renew(lane, held)
+            for entry in held:
+                if entry not in ours:
+                    self.counts["lost_leases"] += entry in self._held
+                    self._held.kill(entry)
+        if not self._stopping.is_set():
+            await self._take_over()
+        if self._looks % _FORGET_CONSUMERS_EVERY == 0:
+            await self._leases.forget_consumers()
+        self._looks += 1
+        await asyncio.sleep(self._lease_s / _LOOKS_A_LEASE)
+
+    async def _listen(self) -> None:
+        """Kill what nobody waits for any more. A message that is missed is made up for by the lease: its entry is gone."""
+        async with self._client.pubsub() as channel:
+            await channel.subscribe(self._names.withdrawn)
+            while True:
+                message = await channel.get_message(ignore_subscribe_messages=True, timeout=1.0)
+                if message is not None and self._held.kill_job(message["data"].decode()):
+                    self.counts["withdrawn"] += 1
+                heed_cancellation()
+
+    async def _drain(self, drain_s: float) -> None:
+        """Let what runs end; give back the rest; send what is answered."""
+        log.info("worker.draining", running=len(self._held), drain_s=drain_s)
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._held.wait_until_empty()
+        except TimeoutError:
+            pass  # the rest is given back
+        left = self._held.all()
+        for _, task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait([task for _, task in left])
+        try:
+            async with asyncio.timeout(_SEND_AT_END_S):
+                await self._leases.give_back([delivery for delivery, _ in left], attempt_counts=False)
+                await self._leases.all_sent.wait()
+                await self._leases.leave()
+        except (*UNREACHABLE, TimeoutError):
+            pass  # leases and names expire by themselves
+        log.info("worker.stopped", given_back=len(left))

@@ -1,0 +1,123 @@
+"""Redis, gateways' ends of it and workers with a runner of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.envgateway import QueueConfig
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, Verdict
+from services.envgateway.queue.base import Job, JobResult
+from services.envgateway.queue.streams.connection import connect
+from services.envgateway.queue.streams.names import Names
+from services.envgateway.queue.streams.queue import StreamsQueue
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.worker.worker import Worker
+
+from .redis_server import BINARY, RedisServer
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    if BINARY is None:
+        pytest.skip("there is no redis-server here: install redis-server (Debian, Ubuntu) or redis")
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+class Programs:
+    """A runner: ``sleep N`` takes time, ``hang`` for ever, anything else answers itself; counts what runs."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.killed: list[str] = []
+        self.ended: list[str] = []
+
+    async def run(self, job: Job, lane: Lane) -> JobResult:
+        self.started.append(job.code)
+        words = job.code.split()
+        try:
+            if words[0] == "sleep":
+                await asyncio.sleep(float(words[1]))
+            elif words[0] == "hang":
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.killed.append(job.code)
+            raise
+        self.ended.append(job.code)
+        if words[0] == "broken":
+            return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail="the machine broke")
+        if isinstance(job, JudgeRequest):
+            return JudgeResult(verdict=Verdict.OK, detail=job.code)
+        return ExecutionResult(status=ExecutionStatus.OK, stdout=job.code.encode())
+
+
+class Farm:
+    """A Redis, one gateway's queue and as many workers as a test wants, all in this process."""
+
+    def __init__(self, server: RedisServer, lease_s: float = 0.6) -> None:
+        self.server = server
+        self.lease_s = lease_s
+        self.queue = StreamsQueue(QueueConfig(), server.uri)
+        self.programs = Programs()
+        self.workers: list[Worker] = []
+        self._running: dict[Worker, asyncio.Task[None]] = {}
+        self._clients: list[Any] = []
+
+    def add_worker(self, runner: Any = None, num_slots: int = 3, max_attempts: int = 3) -> Worker:
+        client = connect(self.server.uri, allow_plain=False)
+        worker = Worker(
+            client, Names("millrace"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
+            max_attempts=max_attempts, name=f"w{len(self.workers)}",
+        )  # fmt: skip
+        self.workers.append(worker)
+        self._clients.append(client)
+        self._running[worker] = asyncio.create_task(worker.run(drain_s=2.0))
+        return worker
+
+    def kill(self, worker: Worker) -> None:
+        """As kill -9 would: nothing is given back, nothing said."""
+        self._running[worker].cancel()
+        for _, task in worker._held.all():
+            task.cancel()
+
+    async def stop(self, worker: Worker) -> None:
+        worker.stop()
+        await self._running[worker]
+
+    async def execute(
+        self, code: str, lane: Lane = Lane.BATCH, deadline_s: float = 30.0, key: str = ""
+    ) -> ExecutionResult:
+        return await self.queue.run(ExecutionRequest(code=code), lane=lane, request_id=key, deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            self.kill(worker)
+        ended = await asyncio.gather(*self._running.values(), return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError | None) for end in ended), ended
+        await self.queue.close()
+        for client in self._clients:
+            await client.aclose()
+
+
+@pytest.fixture
+async def farm(redis_server: RedisServer) -> AsyncIterator[Farm]:
+    started = Farm(redis_server)
+    started.queue.start()
+    yield started
+    await started.close()
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s:g} s: {what}") from None

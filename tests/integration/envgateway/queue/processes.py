@@ -1,0 +1,98 @@
+"""Gateways and workers as processes of their own, which tests may kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.rpc.channel import channel
+
+ROOT = Path(__file__).resolve().parents[4]
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Process:
+    """One of ours; what it says goes to a file."""
+
+    def __init__(self, arguments: list[str], log: Path, **variables: str) -> None:
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            )  # fmt: skip
+        self.log = log
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._process.kill()
+        self._process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(30)
+
+    def wait(self) -> int:
+        """For its own end; the exit code."""
+        return self._process.wait(60)
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+
+
+class World:
+    """A gateway's port, its Redis, and the processes that live at the moment."""
+
+    def __init__(self, directory: Path, redis_uri: str) -> None:
+        self._directory = directory
+        self._redis_uri = redis_uri
+        self.port = free_port()
+        self.processes: list[Process] = []
+
+    async def start_gateway(self, *settings: str) -> Process:
+        gateway = self._started(
+            ["services.envgateway", "--recipe", "recipes/quickstart", "--set", f"envgateway.port={self.port}",
+             "--set", "envgateway.sandbox.allow_tier_0=true", "--set", "envgateway.sandbox.num_slots=1",
+             "--set", "envgateway.sandbox.prewarm_scientific=false",
+             *(part for setting in settings for part in ("--set", setting))],
+            "gateway.log",
+        )  # fmt: skip
+        async with channel(f"127.0.0.1:{self.port}") as connection:
+            status = status_pb2_grpc.StatusServiceStub(connection)
+            await status.GetStatus(status_pb2.GetStatusRequest(), timeout=START_S, wait_for_ready=True)
+        return gateway
+
+    def start_worker(self, slots: int = 2) -> Process:
+        return self._started(
+            ["services.envgateway.worker", "--recipe", "recipes/quickstart", "--set", "envgateway.queue.lease_s=2",
+             "--set", "envgateway.sandbox.prewarm_scientific=false"],
+            f"worker{len(self.processes)}.log", MAX_WORKERS=str(slots), ALLOW_TIER_0="1",
+        )  # fmt: skip
+
+    async def gauges(self) -> dict[str, float]:
+        async with channel(f"127.0.0.1:{self.port}") as connection:
+            stub = status_pb2_grpc.StatusServiceStub(connection)
+            answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=20, wait_for_ready=True)
+            return dict(answer.gauges)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.end()
+
+    def _started(self, arguments: list[str], log: str, **variables: str) -> Process:
+        process = Process(arguments, self._directory / log, REDIS_URI=self._redis_uri, **variables)
+        self.processes.append(process)
+        return process

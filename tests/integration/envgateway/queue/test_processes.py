@@ -1,0 +1,166 @@
+"""kill -9 of workers, of Redis and of the gateway in mid-batch: no job lost, none answered twice, no verdict wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
+from services.common.pb import judge_pb2 as pb
+from services.common.rpc.channel import channel
+
+from .conftest import until
+from .processes import Process, World
+from .redis_server import RedisServer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
+    started = World(tmp_path, redis_server.uri)
+    yield started
+    started.close()
+
+
+class BatchClient:
+    """Sends a batch until every request has its verdict: what broke off, or met broken machinery, is sent again."""
+
+    def __init__(self, port: int, num_requests: int, seconds: float) -> None:
+        self._port = port
+        self.right = {f"r{n}": n % 3 != 0 for n in range(num_requests)}
+        self._requests = {
+            f"r{n}": pb.JudgeRequest(
+                request_id=f"r{n}",
+                code=f"import time; time.sleep({seconds}); print(int(input()) * 2 + {int(n % 3 == 0)})",
+                stdin_tests=pb.StdinTests(cases=[pb.StdinCase(stdin=f"{n}", expected=f"{2 * n}")]),
+            )
+            for n in range(num_requests)
+        }
+        self.verdicts: dict[str, list[int]] = {request_id: [] for request_id in self._requests}
+        self.retryable = 0
+        self.broken_streams = 0
+
+    @property
+    def num_answered(self) -> int:
+        return sum(map(len, self.verdicts.values()))
+
+    async def run(self) -> None:
+        while missing := [self._requests[request_id] for request_id, got in self.verdicts.items() if not got]:
+            async with channel(f"127.0.0.1:{self._port}") as connection:
+                stub = judge_pb2_grpc.JudgeServiceStub(connection)
+                try:
+                    async for answer in stub.JudgeBatch(
+                        pb.JudgeBatchRequest(requests=missing), timeout=120, wait_for_ready=True
+                    ):
+                        if answer.result.verdict in (pb.VERDICT_INFRA_ERROR, pb.VERDICT_CANCELLED):
+                            self.retryable += 1
+                        else:
+                            self.verdicts[answer.request_id].append(answer.result.verdict)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                        raise
+                    self.broken_streams += 1
+                    await asyncio.sleep(0.2)
+
+    def check(self) -> None:
+        assert Counter(map(len, self.verdicts.values())) == {1: len(self.verdicts)}
+        wrong = {
+            request_id: got
+            for request_id, got in self.verdicts.items()
+            if got != [pb.VERDICT_OK if self.right[request_id] else pb.VERDICT_WRONG_ANSWER]
+        }
+        assert not wrong
+
+
+async def _answers(client: BatchClient, more: int) -> None:
+    before = client.num_answered
+    await until(lambda: client.num_answered >= before + more, f"{more} more answers", timeout_s=60)
+
+
+async def test_nothing_is_lost_and_nothing_is_answered_twice_whoever_is_killed(
+    world: World, redis_server: RedisServer
+) -> None:
+    gateway = await world.start_gateway()
+    workers = [world.start_worker(), world.start_worker()]
+    client = BatchClient(world.port, num_requests=240, seconds=0.05)
+    async with asyncio.timeout(150):
+        batch = asyncio.create_task(client.run())
+        await _answers(client, 20)
+        await asyncio.to_thread(workers[0].kill)
+        workers[0] = world.start_worker()
+        await _answers(client, 30)
+        await asyncio.to_thread(redis_server.kill)
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(redis_server.start)
+        await _answers(client, 30)
+        await asyncio.to_thread(gateway.kill)
+        gateway = await world.start_gateway()
+        await _answers(client, 30)
+        await asyncio.to_thread(workers[1].kill)
+        await asyncio.to_thread(redis_server.kill)
+        await asyncio.to_thread(redis_server.start)
+        await batch
+    client.check()
+    assert client.broken_streams >= 1
+    assert (await world.gauges())["queue_unanswered"] == 0
+
+
+async def test_a_worker_that_is_told_to_stop_ends_what_it_runs(world: World) -> None:
+    await world.start_gateway()
+    leaving = world.start_worker()
+    async with channel(f"127.0.0.1:{world.port}") as connection:
+        stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
+        request = environment_pb2.ExecuteCodeRequest(code="import time; time.sleep(1.5); print('done')")
+        call = asyncio.ensure_future(stub.ExecuteCode(request, timeout=60))
+        async with asyncio.timeout(30):
+            while "worker.ready" not in leaving.log.read_text():
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.7)
+        assert await asyncio.to_thread(leaving.stop) == 0
+        answer = await call
+        assert answer.status == environment_pb2.EXECUTION_STATUS_OK and answer.stdout == "done\n"
+        assert "given_back=0" in leaving.log.read_text()
+
+
+async def test_a_call_that_is_cancelled_is_killed_at_its_worker(world: World) -> None:
+    await world.start_gateway()
+    world.start_worker(slots=1)
+    async with channel(f"127.0.0.1:{world.port}") as connection:
+        stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
+        quick = environment_pb2.ExecuteCodeRequest(code="print(1)")
+        assert (await stub.ExecuteCode(quick, timeout=60)).stdout == "1\n"
+        call = stub.ExecuteCode(environment_pb2.ExecuteCodeRequest(code="while True: pass"), timeout=60)
+        running = asyncio.ensure_future(_wait(call))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await running
+        began = asyncio.get_running_loop().time()
+        assert (await stub.ExecuteCode(quick, timeout=60)).stdout == "1\n"
+        assert asyncio.get_running_loop().time() - began < 3  # sooner than the endless program's own limit
+
+
+async def _wait(call: grpc.aio.UnaryUnaryCall) -> None:  # type: ignore[type-arg]
+    try:
+        await call
+    except asyncio.CancelledError:
+        pass
+
+
+def test_a_worker_without_redis_or_with_a_wrong_variable_says_what_to_write(tmp_path: Path) -> None:
+    for variables, words in (
+        ({"REDIS_URI": ""}, "REDIS_URI=redis://127.0.0.1:6379"),
+        ({"REDIS_URI": "redis://127.0.0.1:1", "MAX_WORKERS": "many"}, "MAX_WORKERS is 'many'"),
+        ({"REDIS_URI": "redis://example.org:6379", "ALLOW_TIER_0": "1"}, "rediss://"),
+        ({"REDIS_URI": "http://127.0.0.1:1", "ALLOW_TIER_0": "1"}, "no URI of Redis"),
+    ):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        worker = Process(["services.envgateway.worker"], log, **variables)
+        code = worker.wait()
+        assert code == 1 and words in log.read_text(), log.read_text()

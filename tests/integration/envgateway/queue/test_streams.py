@@ -1,0 +1,190 @@
+"""Jobs over a real Redis: lanes, leases, re-delivery, poison, withdrawal, and a Redis that loses everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from services.common.errors import DeadlineError
+from services.envgateway.judge.records import JudgeRequest, Lane, StdinCase, StdinTests, Verdict
+from services.envgateway.queue.base import Job, JobResult
+from services.envgateway.queue.streams.connection import connect
+from services.envgateway.sandbox.records import ExecutionStatus
+
+from .conftest import Farm, until
+
+
+async def test_jobs_of_both_kinds_come_back_from_workers(farm: Farm) -> None:
+    farm.add_worker()
+    assert (await farm.execute("hello")).stdout == b"hello"
+    request = JudgeRequest(code="judged", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
+    result = await farm.queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=10)
+    assert result.verdict is Verdict.OK and result.detail == "judged"
+
+
+async def test_many_jobs_over_several_workers_are_each_answered_once(farm: Farm) -> None:
+    for _ in range(3):
+        farm.add_worker()
+    codes = [f"sleep 0.00{n % 10} {n}" for n in range(500)]
+    results = await asyncio.gather(*(farm.execute(code) for code in codes))
+    assert [result.stdout.decode() for result in results] == codes
+    assert Counter(farm.programs.started) == Counter(codes)
+    assert farm.queue.gauges["queue_unanswered"] == 0 and farm.queue.gauges["queue_answered"] == 500
+
+
+async def test_workers_may_come_after_the_jobs(farm: Farm) -> None:
+    waiting = asyncio.create_task(farm.execute("early"))
+    await asyncio.sleep(0.2)
+    farm.add_worker()
+    assert (await waiting).stdout == b"early"
+
+
+async def test_an_interactive_job_does_not_wait_for_batch_jobs(farm: Farm) -> None:
+    farm.add_worker(num_slots=2)
+    batch = [asyncio.create_task(farm.execute(f"sleep 0.2 {n}")) for n in range(40)]
+    await until(lambda: bool(farm.programs.started), "a batch job runs")
+    result = await farm.execute("now", Lane.INTERACTIVE)
+    assert result.stdout == b"now" and len(farm.programs.ended) < 5
+    for task in batch:
+        task.cancel()
+
+
+async def test_jobs_of_a_dead_worker_are_run_by_another(farm: Farm) -> None:
+    dying = farm.add_worker()
+    job = asyncio.create_task(farm.execute("sleep 0.3 x"))
+    await until(lambda: bool(farm.programs.started), "it runs")
+    farm.kill(dying)
+    farm.add_worker()
+    assert (await job).stdout == b"sleep 0.3 x" and farm.programs.started == ["sleep 0.3 x"] * 2
+
+
+async def test_a_long_job_keeps_its_lease(farm: Farm) -> None:
+    farm.add_worker()
+    farm.add_worker()
+    await farm.execute(f"sleep {4 * farm.lease_s}")
+    assert len(farm.programs.started) == 1
+
+
+class Poison:
+    """A runner that takes its whole worker with it when it meets poison."""
+
+    def __init__(self, farm: Farm) -> None:
+        self._farm = farm
+        self.attempts = 0
+        self.beside: list[list[str]] = []
+        self.running: list[str] = []
+
+    async def run(self, job: Job, lane: Lane) -> JobResult:
+        self.running.append(job.code)
+        try:
+            if job.code == "poison":
+                self.attempts += 1
+                await asyncio.sleep(0.05)
+                self.beside.append([code for code in self.running if code != "poison"])
+                dead = next(worker for worker in reversed(self._farm.workers))
+                self._farm.add_worker(self)
+                self._farm.kill(dead)
+                await asyncio.sleep(30)
+            return await self._farm.programs.run(job, lane)
+        finally:
+            self.running.remove(job.code)
+
+
+async def test_a_job_that_kills_its_workers_is_given_up_after_n_attempts_and_spares_its_neighbours(farm: Farm) -> None:
+    poison = Poison(farm)
+    farm.add_worker(poison)
+    neighbours = [asyncio.create_task(farm.execute(f"sleep 0.1 {n}")) for n in range(6)]
+    poisoned = asyncio.create_task(farm.execute("poison"))
+    result = await poisoned
+    assert result.status is ExecutionStatus.INFRA_ERROR and "3 workers" in result.detail
+    assert poison.attempts == 3 and poison.beside[-1] == []
+    assert {(await task).status for task in neighbours} == {ExecutionStatus.OK}
+
+
+async def test_a_failing_machine_is_retried_elsewhere_then_told(farm: Farm) -> None:
+    farm.add_worker()
+    result = await farm.execute("broken")
+    assert result.status is ExecutionStatus.INFRA_ERROR and result.detail == "the machine broke"
+    assert farm.programs.started == ["broken"] * 3
+
+
+async def test_a_withdrawn_job_is_killed_where_it_runs(farm: Farm) -> None:
+    worker = farm.add_worker()
+    running = asyncio.create_task(farm.execute("hang"))
+    await until(lambda: bool(farm.programs.started), "it runs")
+    running.cancel()
+    await until(lambda: farm.programs.killed == ["hang"], "it is killed")
+    await until(lambda: worker._held.count(Lane.BATCH) == 0, "its slot is free")
+    assert (await farm.execute("next")).stdout == b"next"
+    await assert_streams_empty(farm)
+
+
+async def test_a_withdrawn_job_that_has_not_begun_never_begins(farm: Farm) -> None:
+    with pytest.raises(DeadlineError):
+        await farm.execute("never", deadline_s=0.3)
+    farm.add_worker()
+    assert (await farm.execute("next")).stdout == b"next"
+    assert farm.programs.started == ["next"]
+
+
+async def test_a_worker_that_stops_gives_back_what_it_cannot_end(farm: Farm) -> None:
+    leaving = farm.add_worker()
+    jobs = [asyncio.create_task(farm.execute(code)) for code in ("sleep 0.5", "sleep 4")]
+    await until(lambda: len(farm.programs.started) == 2, "both run")
+    await farm.stop(leaving)
+    assert farm.programs.ended == ["sleep 0.5"] and farm.programs.killed == ["sleep 4"]
+    farm.add_worker()
+    assert [(await job).status for job in jobs] == [ExecutionStatus.OK] * 2
+
+
+@pytest.mark.slow
+async def test_a_redis_that_is_killed_and_comes_back_empty_loses_no_job(farm: Farm) -> None:
+    farm.add_worker()
+    farm.add_worker()
+    codes = [f"sleep 0.05 {n}" for n in range(120)]
+    jobs = [asyncio.create_task(farm.execute(code)) for code in codes]
+    for _ in range(2):
+        done = len(farm.programs.ended)
+        await until(lambda done=done: len(farm.programs.ended) > done + 5, "some are done")
+        await asyncio.to_thread(farm.server.kill)
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(farm.server.start)
+    async with asyncio.timeout(40):
+        results = await asyncio.gather(*jobs)
+    assert [result.stdout.decode() for result in results] == codes
+    assert farm.queue.gauges["queue_unanswered"] == 0
+    assert farm.queue.gauges["queue_answered"] == len(codes)
+
+
+@pytest.mark.slow
+async def test_a_redis_that_was_flushed_loses_no_job(farm: Farm) -> None:
+    jobs = [asyncio.create_task(farm.execute(f"echo {n}")) for n in range(10)]
+    await until(lambda: farm.queue.gauges.get("queue_sent", 0) == 10, "all are sent")
+    await asyncio.sleep(1.2)  # the gateway has looked at least once
+    client = connect(farm.server.uri, allow_plain=False)
+    await client.flushall()
+    await client.aclose()
+    farm.add_worker()
+    async with asyncio.timeout(20):
+        assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(10)]
+    assert farm.queue.gauges["queue_redis_losses"] == 1
+
+
+async def test_jobs_of_a_gateway_that_is_gone_are_dropped(farm: Farm) -> None:
+    client = connect(farm.server.uri, allow_plain=False)
+    fields: dict[Any, Any] = {"id": "j", "gateway": "gone", "payload": b"{}"}
+    await client.xadd("millrace:jobs:batch", fields)
+    worker = farm.add_worker()
+    await until(lambda: worker.counts["dropped"] == 1, "it is dropped")
+    await client.aclose()
+    await assert_streams_empty(farm)
+
+
+async def assert_streams_empty(farm: Farm) -> None:
+    client = connect(farm.server.uri, allow_plain=False)
+    for lane in Lane:
+        assert await client.xlen(f"millrace:jobs:{lane.value}") == 0
+    await client.aclose()

@@ -1,0 +1,170 @@
+"""The HTTP interface as clients of Code Judge use it, over a whole gateway with its own sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
+from services.common.errors import ConfigError
+from services.envgateway.app import Gateway
+from services.envgateway.sandbox.pool import SandboxPool
+
+from .conftest import CONFIG
+
+RUN_KEYS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
+JUDGE_KEYS = RUN_KEYS - {"stdout", "stderr"}
+SLOTS = CONFIG.model_copy(update={"wall_time_s": 2.0})
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, gateway: Gateway) -> None:
+        self._session = session
+        self.gateway = gateway
+
+    async def get(self, path: str) -> Any:
+        async with self._session.get(path) as response:
+            assert response.status == 200
+            return await response.json()
+
+    async def post(self, path: str, body: object, status: int = 200) -> Any:
+        data = io.BytesIO(json.dumps(body).encode())
+        async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == status, await response.text()
+            return await response.json()
+
+    async def run(self, solution: str, path: str = "/run", **more: Any) -> Any:
+        return await self.post(path, {"type": "python", "solution": solution, **more})
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    config = EnvGatewayConfig(
+        port=0, sandbox=SLOTS, math=MathRewardConfig(num_workers=1, timeout_s=3.0),
+        http=HttpConfig(port=0, queue_wait_s=1.0), queue=QueueConfig(lane_size=64),
+    )  # fmt: skip
+    gateway = Gateway(config, SandboxPool.start_before_threads(SLOTS))
+    await gateway.start()
+    assert gateway.http is not None
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{gateway.http.port}") as session:
+        yield Client(session, gateway)
+    await gateway.stop()
+
+
+async def test_ping_and_status(client: Client) -> None:
+    assert await client.get("/ping") == "pong"
+    assert await client.get("/status") == {"queue": 0, "num_workers": 2}
+
+
+async def test_a_run_has_exactly_the_fields_that_clients_know(client: Client) -> None:
+    result = await client.run("print(input())", input="a", expected_output=" a\n", sub_id="mine")
+    assert set(result) == RUN_KEYS
+    assert (result["sub_id"], result["success"], result["run_success"], result["reason"]) == ("mine", True, True, "")
+    assert (result["stdout"], result["stderr"]) == ("a\n", "") and 0 < result["cost"] < 2
+    result = await client.run("print(input())", path="/judge", input="a", expected_output="b")
+    assert set(result) == JUDGE_KEYS and result["sub_id"]
+    assert (result["success"], result["run_success"], result["reason"]) == (False, True, "")
+
+
+async def test_a_program_that_fails_is_no_success_even_where_nothing_was_expected(client: Client) -> None:
+    result = await client.run("print('x' * 5000); raise ValueError('no')", expected_output="")
+    assert (result["success"], result["run_success"], result["reason"]) == (False, False, "")
+    assert len(result["stdout"]) == 1000 and "ValueError: no" in result["stderr"]
+    result = await client.run("input()", input=None, expected_output="")
+    assert not result["run_success"] and "EOFError" in result["stderr"]
+
+
+async def test_reasons(client: Client) -> None:
+    slow = await client.run("import time; time.sleep(30)")
+    assert (slow["reason"], slow["run_success"]) == ("worker_timeout", False) and 2 <= slow["cost"] < 10
+    assert (await client.run("x" * (2 << 20)))["reason"] == "invalid_input"
+    hungry = await client.run("x = b'x' * (1 << 29)")
+    assert hungry["reason"] == "" and not hungry["run_success"] and hungry["stderr"]
+
+
+async def test_an_output_longer_than_what_is_usually_kept_is_still_compared(client: Client) -> None:
+    long = "y" * (2 * CONFIG.output_bytes)
+    assert (await client.run(f"print('y' * {len(long)})", expected_output=long))["success"]
+    result = await client.run(f"print('y' * {len(long) - 1})", expected_output=long)
+    assert (result["success"], result["run_success"], len(result["stdout"])) == (False, True, 1000)
+
+
+async def test_languages_and_math(client: Client) -> None:
+    source = '#include <cstdio>\nint main() { printf("a"); return 0; }'
+    result = await client.post("/run", {"type": "cpp", "solution": source, "expected_output": "a"})
+    assert result["success"]
+    result = await client.post("/run", {"type": "cpp", "solution": "int main() { return x; }"})
+    assert (result["success"], result["run_success"], result["reason"]) == (False, False, "") and result["stderr"]
+    for answer, right in (("so \\boxed{\\frac{1}{2}}", True), ("\\boxed{0.51}", False)):
+        body = {"type": "math", "solution": answer, "expected_output": "0.5"}
+        result = await client.post("/run", body)
+        assert (result["success"], result["run_success"], result["reason"]) == (right, True, "")
+    assert (await client.post("/judge", {"type": "math", "solution": "1"}))["reason"] == "invalid_input"
+
+
+@pytest.mark.parametrize("kind", ["run", "judge"])
+@pytest.mark.parametrize("size", ["batch", "long-batch"])
+async def test_a_batch_comes_back_in_its_order(client: Client, kind: str, size: str) -> None:
+    submissions = [
+        {"type": "python", "solution": f"import time; time.sleep({0.2 if n == 0 else 0}); print({n})",
+         "expected_output": str(n % 3), "sub_id": f"s{n}"}
+        for n in range(9)
+    ]  # fmt: skip
+    answer = await client.post(f"/{kind}/{size}", {"type": "batch", "sub_id": "b", "submissions": submissions})
+    assert set(answer) == {"sub_id", "results"} and answer["sub_id"] == "b"
+    assert [result["sub_id"] for result in answer["results"]] == [f"s{n}" for n in range(9)]
+    assert [result["success"] for result in answer["results"]] == [n < 3 for n in range(9)]
+    assert all(set(result) == (RUN_KEYS if kind == "run" else JUDGE_KEYS) for result in answer["results"])
+
+
+async def test_a_batch_larger_than_the_queue_is_not_refused(client: Client) -> None:
+    submissions = [{"type": "python", "solution": f"print({n})", "expected_output": str(n)} for n in range(400)]
+    answer = await client.post("/run/long-batch", {"submissions": submissions})
+    assert sum(result["success"] for result in answer["results"]) == 400
+
+
+async def test_who_finds_no_slot_in_time_is_told_so(client: Client) -> None:
+    hogs = {"submissions": [{"type": "python", "solution": "import time; time.sleep(1.5)"}] * 6}
+    long_batch = asyncio.create_task(client.post("/run/long-batch", hogs))
+    await asyncio.sleep(0.3)
+    [late] = (await client.post("/run/batch", {"submissions": [{"type": "python", "solution": "1"}]}))["results"]
+    assert late["reason"] == "queue_timeout" and not late["success"]
+    assert [outcome["reason"] for outcome in (await long_batch)["results"]] == [""] * 6
+
+
+async def test_a_body_of_another_schema_is_refused_with_the_field(client: Client) -> None:
+    refused = await client.post("/run", {"type": "perl", "solution": "1"}, status=422)
+    assert refused["detail"][0]["loc"] == ["body", "type"]
+    assert (await client.post("/judge/batch", {"submissions": []}, status=422))["detail"]
+    assert (await client.post("/judge/batch", "nonsense", status=422))["detail"]
+
+
+async def test_a_client_that_leaves_takes_its_jobs_with_it(client: Client) -> None:
+    for path in ("/run", "/run/long-batch"):
+        one = {"type": "python", "solution": "import time; time.sleep(1.8)"}
+        body = one if path == "/run" else {"submissions": [one] * 50}
+        call = asyncio.create_task(client.post(path, body))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        async with asyncio.timeout(1.2):  # sooner than the programs would end
+            while sum(n for name, n in client.gateway.queue.gauges.items() if name.endswith(("waiting", "running"))):
+                await asyncio.sleep(0.02)
+
+
+async def test_only_loopback_and_a_free_port_will_do() -> None:
+    pool = SandboxPool.start_before_threads(CONFIG)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        gateway = Gateway(EnvGatewayConfig(port=0, sandbox=CONFIG, http=HttpConfig(port=port)), pool)
+        with pytest.raises(ConfigError, match=r"http\.port"):
+            await gateway.start()
+        await gateway.stop()
