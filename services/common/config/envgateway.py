@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.common.config.base import Section
+from services.common.config.environments import AgentBenchConfig, AlfworldConfig, TextworldConfig, WebshopConfig
 
 
 class SandboxConfig(Section):
@@ -97,6 +98,14 @@ class EnvGatewayConfig(Section):
     """Math rewards."""
     environments: dict[str, str] = {}
     """More environments: name -> import path (`package.module:Class`)."""
+    alfworld: AlfworldConfig = AlfworldConfig()
+    """The environment `alfworld` (extra `alfworld`)."""
+    textworld: TextworldConfig = TextworldConfig()
+    """The environment `textworld` (extra `textworld`)."""
+    webshop: WebshopConfig = WebshopConfig()
+    """The environment `webshop`."""
+    agentbench: dict[str, AgentBenchConfig] = {}
+    """Environments that AgentBench servers play: name -> server."""
     max_episodes: int = Field(default=1024, ge=1)
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)

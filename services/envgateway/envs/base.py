@@ -9,16 +9,21 @@ An environment is one class, one instance per episode, named by import path in t
         def step(self, action: str) -> StepResult: ...
         def close(self) -> None: ...
 
-``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated. Any other exception ends
-the episode. Neither is ever a reward.
+or a class in the style of gymnasium (``envs/gymnasium.py``). What the episodes of one kind share, such as a catalogue or
+processes, is a ``World``.
+
+``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated; ``EpisodeLostError``, or any
+other exception, ends the episode. None is ever a reward.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.common.errors import InfrastructureError
 from services.envgateway.envs.tools import ToolBox
 from services.envgateway.rewards.registry import Rewards
 
@@ -30,6 +35,7 @@ class Observation:
     text: str
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
+    messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), where it is more than one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,21 @@ class StepResult:
     done: bool = False
     admissible_actions: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # countable facts, such as tool_errors
+    status: str = ""  # why it is done, in AgentBench's words where it has one: see ``EndStatus``
+
+
+class EndStatus(enum.StrEnum):
+    """AgentBench's words for how an episode ended. Those of its machinery are errors here."""
+
+    COMPLETED = "completed"
+    CONTEXT_LIMIT = "agent context limit"
+    VALIDATION_FAILED = "agent validation failed"
+    INVALID_ACTION = "agent invalid action"
+    TURN_LIMIT = "task limit reached"
+
+
+class EpisodeLostError(InfrastructureError):
+    """What held the episode is gone or in no state to go on: no turn of it can be taken again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +83,13 @@ class Environment(Protocol):
 
 
 EnvironmentFactory = Callable[[EnvironmentContext], Environment]
+
+
+class World(Protocol):
+    """What the episodes of one kind share. It loads nothing before its first episode."""
+
+    def build(self) -> Environment: ...
+
+    async def close(self) -> None:
+        """Called once, after every episode was closed."""
+        ...

@@ -1,4 +1,4 @@
-"""Environments by name: the built-in ones, and those that the recipe names by import path."""
+"""Environments by name: the built-in ones, those of worlds, and those that the recipe names by import path."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from services.common.errors import ConfigError, UnknownEnvironmentError
 from services.common.importing import load_object
-from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory
+from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, World
+from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
 from services.envgateway.envs.single_step import SingleStep
 from services.envgateway.envs.tool_loop import ToolLoop
 
@@ -16,22 +17,53 @@ ENVIRONMENTS: dict[str, EnvironmentFactory] = {"single_step": SingleStep, "tool"
 class EnvironmentRegistry:
     """Builds one environment per episode. Import paths are loaded at start: a typo costs a second, not a run."""
 
-    def __init__(self, paths: Mapping[str, str], context: EnvironmentContext) -> None:
+    def __init__(
+        self,
+        paths: Mapping[str, str],
+        context: EnvironmentContext,
+        worlds: Mapping[str, World | str] | None = None,
+    ) -> None:
+        """``worlds`` has a reason in place of a world that cannot be offered as the config stands."""
         self._context = context
         self._factories = dict(ENVIRONMENTS)
+        self._worlds: dict[str, World] = {}
+        self._absent: dict[str, str] = {}
+        for name, world in (worlds or {}).items():
+            if isinstance(world, str):
+                self._absent[name] = world
+            else:
+                self._worlds[name] = world
         for name, path in paths.items():
-            factory = load_object(path)
-            for method in ("reset", "step", "close"):
-                if not callable(getattr(factory, method, None)):
-                    raise ConfigError(f"envgateway.environments.{name}: {path} has no method {method}()")
-            self._factories[name] = factory
+            self._factories[name] = _load(name, path)
+            self._worlds.pop(name, None)  # a recipe's own goes before ours
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._factories)
+        return sorted({*self._factories, *self._worlds})
 
     def build(self, name: str) -> Environment:
+        """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
+        world = self._worlds.get(name)
+        if world is not None:
+            return world.build()
         factory = self._factories.get(name)
-        if factory is None:
-            raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
-        return factory(self._context)
+        if factory is not None:
+            return factory(self._context)
+        if name in self._absent:
+            raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self._absent[name]}")
+        raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
+
+    async def close(self) -> None:
+        """Release what the worlds hold; every episode is closed by now."""
+        for world in self._worlds.values():
+            await world.close()
+
+
+def _load(name: str, path: str) -> EnvironmentFactory:
+    factory = load_object(path)
+    if is_gymnasium_style(factory):
+        return GymnasiumFactory(factory)
+    for method in ("reset", "step", "close"):
+        if not callable(getattr(factory, method, None)):
+            raise ConfigError(f"envgateway.environments.{name}: {path} has no method {method}()")
+    return factory  # type: ignore[no-any-return]

@@ -1,0 +1,84 @@
+"""Settings of the environments that the gateway offers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.config.base import Section
+
+
+class EnginePoolConfig(Section):
+    num_workers: int = Field(default=2, ge=1)
+    """Processes that hold games; started on first use."""
+    episodes_per_worker: int = Field(default=32, ge=1)
+    """Games held by one process. They die with it, so fewer is safer and more is cheaper."""
+    step_timeout_s: float = Field(default=20.0, gt=0)
+    """A game that takes longer for one step is stalled: its process is killed. Never a reward."""
+    load_timeout_s: float = Field(default=50.0, gt=0)
+    """The same for loading a game."""
+    memory_bytes: int = Field(default=4 << 30, ge=256 << 20)
+    """Address space of one process."""
+
+
+class AlfworldConfig(Section):
+    data: Path | None = None
+    """Folder of ALFWorld's data, which holds `json_2.1.1`."""
+    games: Path | None = None
+    """JSON file that lists games, relative to `data`: a list, or lists by name. Left out: every game below `data`,
+    sorted. A task's `index` counts in it."""
+    max_turns: int = Field(default=50, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+    engine: EnginePoolConfig = EnginePoolConfig()
+    """Processes of the engine."""
+
+
+class TextworldConfig(Section):
+    games: Path | None = None
+    """Folder of game files (`.z8`, `.ulx`). A task's `index` counts in its sorted list."""
+    cache: Path | None = None
+    """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
+    max_turns: int = Field(default=50, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+    make_timeout_s: float = Field(default=50.0, gt=0)
+    """Making one game may take this long."""
+    engine: EnginePoolConfig = EnginePoolConfig()
+    """Processes of the engine."""
+
+
+class WebshopConfig(Section):
+    data: Path | None = None
+    """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
+    `items_human_ins.json`."""
+    goals: Path | None = None
+    """JSON file with `goals` (in order) and `prices`; left out, both are drawn with `seed`."""
+    num_products: int | None = Field(default=None, ge=1)
+    """Products taken from the start of the catalogue; left out, all."""
+    seed: int = 233
+    """Seeds prices, price limits and the order of goals."""
+    tagger: Literal["words", "spacy"] = "words"
+    """Which words of a title count as nouns: every word, or what spaCy's tagger says (extra `webshop`)."""
+    spacy_model: str = "en_core_web_sm"
+    """With `tagger: spacy`."""
+    max_turns: int = Field(default=10, ge=1)
+    """Turns of an episode; a task's row may say otherwise."""
+
+
+class AgentBenchConfig(Section):
+    url: str = "http://127.0.0.1:5000/api"
+    """A classic AgentBench controller, or a task server that speaks the adapter's protocol."""
+    protocol: Literal["auto", "classic", "adapter"] = "auto"
+    """Left at auto, the server is asked once."""
+    task: str = ""
+    """Name of the task at a classic controller; left out, its only one."""
+    start_timeout_s: float = Field(default=55.0, gt=0)
+    """Starting a session may take this long."""
+    step_timeout_s: float = Field(default=55.0, gt=0)
+    """One turn may take this long."""
+    connections: int = Field(default=256, ge=1)
+    """Connections at once."""
+    release_leaked_slots: bool = True
+    """Ask a classic controller to synchronise with its workers after a task raised: it forgets the session, not the
+    slot."""
