@@ -26,7 +26,7 @@ SMALL = [
     "policies.model0.batch.dynamic_sampling=false",
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
-    "data.evaluation.limit=16",
+    "data.evaluation.held_out.limit=16",
 ]
 
 

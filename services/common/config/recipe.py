@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
-from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.policy import PolicyConfig
@@ -18,7 +18,6 @@ from services.common.config.services import (
     OrchestratorConfig,
     RolloutConfig,
     WarmStartConfig,
-    WorkflowConfig,
 )
 from services.common.loopback import is_loopback
 
@@ -31,7 +30,9 @@ class RunConfig(Section):
     seed: int = Field(default=1, ge=0)
     """Seeds data order, sampling and initial weights."""
     steps: int = Field(default=100, ge=1)
-    """Training steps, each one published version."""
+    """Training steps of each policy, each one published version."""
+    lockstep: bool = False
+    """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
 
 
 class Recipe(Section):
@@ -84,12 +85,22 @@ class Recipe(Section):
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
-        if self.data.evaluation is None and (self.evaluation.at_start or self.evaluation.at_end):
+        self._check_evaluation()
+        return self
+
+    def _check_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if not self.data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
             raise ValueError(
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
-                "or set evaluation.at_start and evaluation.at_end to false"
+                "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
-        return self
+        for policy in evaluation.policies:
+            if policy not in self.policies:
+                raise ValueError(
+                    f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
+                    f"write one of {sorted(self.policies)}"
+                )
 
     def _check_policies_are_served(self) -> None:
         for name, service in self.inference.items():
@@ -102,6 +113,12 @@ class Recipe(Section):
         for policy in self.policies:
             if not any(not s.policies or policy in s.policies for s in self.inference.values()):
                 raise ValueError(f"no inference service serves policy {policy!r}: add it to inference.<name>.policies")
+        whole = any(not s.policies or set(s.policies) == set(self.policies) for s in self.inference.values())
+        if self.rollout.policies == "together" and not whole:
+            raise ValueError(
+                f"no inference service serves all of {sorted(self.policies)}, which play together in one rollout: "
+                "leave inference.<name>.policies of one of them empty, or set rollout.policies to apart"
+            )
 
     def _check_models(self) -> None:
         if self.warm_start and self.warm_start.policy not in self.policies:
@@ -144,6 +161,17 @@ class Recipe(Section):
             if port and port in ports:
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
+
+    def compositions(self) -> list[tuple[str, ...]]:
+        """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
+        return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.policies]
+
+    def evaluation_compositions(self) -> list[tuple[str, ...]]:
+        """The same of evaluation."""
+        chosen = tuple(self.evaluation.policies)
+        if self.rollout.policies == "apart":
+            return [(policy,) for policy in chosen or self.policies]
+        return [chosen]
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it; 0 takes a free one."""

@@ -12,17 +12,16 @@ from services.common.config.base import Section
 class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Trajectories per task issue: a task group."""
+    policies: Literal["together", "apart"] = "together"
+    """`together`: a rollout may use every policy of the recipe. `apart`: each task group is played by one policy alone, in
+    turn, so that several learn the same thing side by side, each at its own speed."""
+    admit: Literal["all", "any"] = "all"
+    """When a rollout that trains several policies may start: when each has room for what it brings, or when one has; then
+    what the others cannot use is dropped (`sequences_surplus`)."""
     timeout_s: float = Field(default=600.0, gt=0)
     """A rollout that takes longer is a failure."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
-
-
-class WorkflowConfig(Section):
-    name: str = "single_turn"
-    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
-    settings: dict[str, Any] = {}
-    """Settings of the workflow; each workflow documents and checks its own."""
 
 
 class OrchestratorConfig(Section):
