@@ -117,15 +117,14 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def _check_warm_start(recipe: Recipe) -> None:
-    if recipe.warm_start is None:
-        return
-    for key in ("builder", "dialogues"):
-        value: str = getattr(recipe.warm_start, key)
-        if key == "dialogues" and Path(value).is_file():
-            continue
-        try:
-            found = load_object(value)
-        except MillraceError as error:
-            raise ConfigError(f"warm_start.{key}: {error.message}") from None
-        if not callable(found):
-            raise ConfigError(f"warm_start.{key}: {value} is no function")
+    for policy, section in recipe.warm_start.items():
+        for key in ("builder", "dialogues"):
+            value: str | None = getattr(section, key)
+            if value is None or (key == "dialogues" and Path(value).is_file()):
+                continue
+            try:
+                found = load_object(value)
+            except MillraceError as error:
+                raise ConfigError(f"warm_start.{policy}.{key}: {error.message}") from None
+            if not callable(found):
+                raise ConfigError(f"warm_start.{policy}.{key}: {value} is no function")

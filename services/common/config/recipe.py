@@ -62,8 +62,8 @@ class Recipe(Section):
     """The inference services that `millrace run` starts on this node, by name. Others may join at any time."""
     envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
     """The environment gateway; null when the workflow needs none."""
-    warm_start: WarmStartConfig | None = None
-    """Supervised training that makes the starting checkpoint, before the run."""
+    warm_start: dict[str, WarmStartConfig] = {}
+    """By policy: supervised training that makes its starting checkpoint, before the run."""
     launch: LaunchConfig = LaunchConfig()
     """How processes are started and stopped."""
 
@@ -121,15 +121,17 @@ class Recipe(Section):
             )
 
     def _check_models(self) -> None:
-        if self.warm_start and self.warm_start.policy not in self.policies:
-            raise ValueError(
-                f"warm_start.policy names {self.warm_start.policy!r}, which is no policy of this recipe; "
-                f"write one of {sorted(self.policies)}"
-            )
-        made = self.warm_start.policy if self.warm_start else None
+        for name in self.warm_start:
+            if name not in self.policies:
+                raise ValueError(
+                    f"warm_start.{name} is for no policy of this recipe; write one of {sorted(self.policies)}"
+                )
         for name, policy in self.policies.items():
-            if policy.model.path is None and name != made:
-                raise ValueError(f"policies.{name}.model.path is missing: write a model directory or a hub name")
+            if policy.model.path is None and name not in self.warm_start:
+                raise ValueError(
+                    f"policies.{name}.model.path is missing: write a model directory or a hub name, or how to make it "
+                    f"under warm_start.{name}"
+                )
             if self.sampling.max_new_tokens >= policy.model.context_length:
                 raise ValueError(
                     f"sampling.max_new_tokens ({self.sampling.max_new_tokens}) leaves no room for a prompt in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.base import Section
 
@@ -80,26 +80,30 @@ class InferenceConfig(Section):
 
 
 class WarmStartConfig(Section):
-    policy: str
-    """The policy whose starting checkpoint this makes."""
     builder: str
     """Import path of `build(directory: Path, seed: int, **settings) -> None`: writes model and tokenizer as a
     Hugging Face directory."""
     builder_settings: dict[str, Any] = {}
     """Keyword arguments of the builder."""
-    dialogues: str
+    dialogues: str | None = None
     """Import path of a generator of dialogues (`{"messages": [{"role", "content"}, ...]}`), called with `seed` and
-    `dialogue_settings`; or a jsonl file of such rows."""
+    `dialogue_settings`; or a jsonl file of such rows. Needed unless `steps` is 0."""
     dialogue_settings: dict[str, Any] = {}
     """Keyword arguments of the generator."""
-    steps: int = Field(default=120, ge=1)
-    """Optimizer updates."""
+    steps: int = Field(default=120, ge=0)
+    """Optimizer updates; 0 leaves the model as it was built."""
     batch_size: int = Field(default=192, ge=1)
     """Dialogues per update."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak of a cosine schedule."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW."""
+
+    @model_validator(mode="after")
+    def _dialogues_to_train_on(self) -> WarmStartConfig:
+        if self.steps and self.dialogues is None:
+            raise ValueError("dialogues is missing: name a generator or a jsonl file, or set steps to 0")
+        return self
 
 
 class LaunchConfig(Section):
