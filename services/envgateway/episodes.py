@@ -3,8 +3,8 @@
 Invariants
 - One create per request id: a repeated one gives the same episode.
 - One result per (episode, turn): a repeated turn gives the stored result, or joins the step that runs.
-- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that raised
-  anything else, or stalled, is closed.
+- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that was lost,
+  raised anything else, or stalled, is closed.
 - Whoever is silent for longer than the lease loses the episode; a step that runs keeps it.
 """
 
@@ -23,13 +23,12 @@ import structlog
 from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,
-    InfrastructureError,
     InvalidRequestError,
     MillraceError,
     StateError,
 )
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.envs.base import Environment, Observation, StepResult
+from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
 
 log = structlog.get_logger()
 
@@ -180,7 +179,7 @@ class EpisodeManager:
             result: StepResult = await self._within_deadline(
                 call_plain_or_async(episode.environment.step, action), "step"
             )
-        except _EnvironmentFailed:
+        except EpisodeLostError:
             await self._end(episode, "failed")
             raise
         finally:
@@ -220,5 +219,5 @@ class EpisodeManager:
             log.warning("environment.close_failed", exc_info=error)
 
 
-class _EnvironmentFailed(InfrastructureError):
+class _EnvironmentFailed(EpisodeLostError):
     """The environment is in no state to go on."""
