@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -35,6 +35,7 @@ log = structlog.get_logger()
 STEP_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 _LONGEST_SWEEP_PAUSE_S = 5.0
+_REMEMBERED_LOSSES = 1024
 
 Result = TypeVar("Result")
 
@@ -83,6 +84,7 @@ class EpisodeManager:
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
+        self._lost: OrderedDict[str, str] = OrderedDict()  # why, for those who ask again
         self.counts: Counter[str] = Counter()
 
     @property
@@ -112,13 +114,15 @@ class EpisodeManager:
         """Take one turn, counted from 1.
 
         Raises:
-            EpisodeNotFoundError: it was closed or has expired.
+            EpisodeLostError: with this turn; asking again raises ``EpisodeNotFoundError``.
+            EpisodeNotFoundError: it was closed, was lost or has expired.
             StateError: it is over, or another step runs.
             InvalidRequestError: the turn is neither the next nor an earlier one.
         """
         episode = self._episodes.get(episode_id)
         if episode is None:
-            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed or has expired")
+            why = self._lost.get(episode_id, "it was closed or has expired")
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: {why}")
         episode.expires = self._clock() + self._lease_s
         taken = len(episode.results)
         if 1 <= turn <= taken:
@@ -179,7 +183,10 @@ class EpisodeManager:
             result: StepResult = await self._within_deadline(
                 call_plain_or_async(episode.environment.step, action), "step"
             )
-        except EpisodeLostError:
+        except EpisodeLostError as error:
+            self._lost[episode.id] = f"it was lost: {error.message}"
+            while len(self._lost) > _REMEMBERED_LOSSES:
+                self._lost.popitem(last=False)
             await self._end(episode, "failed")
             raise
         finally:

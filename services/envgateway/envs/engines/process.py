@@ -67,9 +67,8 @@ class _Games:
         try:
             match request["kind"]:
                 case "open":
-                    game = self._load(request["settings"])
+                    game = self._games[number] = self._load(request["settings"])
                     answer = game.start()
-                    self._games[number] = game
                 case "step":
                     answer = self._games[number].step(request["command"])
                 case _:
@@ -77,7 +76,7 @@ class _Games:
                     answer = {}
         except RefusedError as error:
             return {"kind": "refused", "error": str(error)}
-        except Exception as error:  # noqa: BLE001 - an engine raises anything, and its owner is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine raises anything, or leaves: its owner is told
             self._close(number)
             return {"kind": "failed", "error": f"{type(error).__name__}: {error}"}
         return {"kind": "ok", "answer": answer}
