@@ -18,6 +18,7 @@ from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.tools import PythonTool, ToolBox
+from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
@@ -53,7 +54,10 @@ class Gateway:
                 PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
             ]
         )
-        environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
+        self._environments = EnvironmentRegistry(
+            config.environments, EnvironmentContext(self._rewards, self._tools), make_worlds(config)
+        )
+        environments = self._environments
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
         self.server = Server(
@@ -100,6 +104,7 @@ class Gateway:
         await self.server.stop()
         await self._tasks.close()
         await self._episodes.close_all()
+        await self._environments.close()
         await self.queue.close()
         await asyncio.gather(self._math.close(), self._sandbox.close())
 
