@@ -65,6 +65,10 @@ class EnvironmentRegistry:
         world = self._worlds.get(name)
         return await world.indices() if isinstance(world, IndexedWorld) else None
 
+    def max_turns(self, name: str) -> int | None:
+        """Turns of its episodes, where its world says so in an attribute of this name."""
+        return getattr(self._worlds.get(name), "max_turns", None)
+
     async def close(self) -> None:
         """Release what the worlds hold; every episode is closed by now."""
         for world in self._worlds.values():

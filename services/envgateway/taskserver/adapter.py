@@ -84,7 +84,7 @@ class AdapterProtocol:
         return {
             "name": task.name,
             "num_samples": len(await self._tasks.indices(task)),
-            "max_episode_length": task.max_turns,
+            "max_episode_length": self._tasks.max_turns(task),
             "observation_type": "text",
             "action_type": "text",
             "description": f"the environment {task.environment} of a Millrace gateway",

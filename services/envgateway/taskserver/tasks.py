@@ -22,6 +22,8 @@ class Environments(Protocol):
 
     async def indices(self, name: str) -> Sequence[Index] | None: ...
 
+    def max_turns(self, name: str) -> int | None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -31,12 +33,6 @@ class Task:
 
     def row(self, index: Index) -> dict[str, Any]:
         return {**self.config.row, "index": index}
-
-    @property
-    def max_turns(self) -> int | None:
-        """Where the config says it."""
-        settings = self.config.row.get("environment")
-        return settings.get("max_turns") if isinstance(settings, dict) else None
 
 
 class Tasks:
@@ -65,6 +61,12 @@ class Tasks:
 
     def find(self, name: str) -> Task | None:
         return self._by_name.get(name)
+
+    def max_turns(self, task: Task) -> int | None:
+        """Turns of an episode, where the row or the environment says so."""
+        settings = task.config.row.get("environment")
+        in_row = settings.get("max_turns") if isinstance(settings, dict) else None
+        return self._environments.max_turns(task.environment) if in_row is None else in_row
 
     async def indices(self, task: Task) -> Sequence[Index]:
         """What ``index`` may be, in order. Raises what loading the environment raises."""

@@ -21,11 +21,12 @@ class WebshopWorld:
             raise ConfigError(f"envgateway.webshop.goals: {config.goals} is no file")
         self._files = find_files(config.data)
         self._config = config
+        self.max_turns = config.max_turns
         self._tagger = tagger or tagger_of(config)
         self._opening: asyncio.Task[Shop] | None = None
 
     def build(self) -> WebshopEnvironment:
-        return WebshopEnvironment(self, self._config.max_turns)
+        return WebshopEnvironment(self, self.max_turns)
 
     async def indices(self) -> range:
         return range(len((await self.shop()).goals))

@@ -67,7 +67,9 @@ async def test_every_task_has_the_protocol_under_its_name(http: Http) -> None:
     info = await http.get("/api/task/info")
     assert (info["name"], info["num_samples"], info["max_episode_length"]) == ("orders", 6, 7)
     assert (await http.get("/api/named/task/info"))["num_samples"] == 2
-    assert (await _start(http, "a", "/api/named"))["observation"]["content"][-1]["content"].startswith("task a of seed 0")
+    assert (await _start(http, "a", "/api/named"))["observation"]["content"][-1]["content"].startswith(
+        "task a of seed 0"
+    )
     assert (await http.get("/api/mine/task/info"))["num_samples"] == 2
     mine = await _start(http, 2, "/api/mine")
     assert mine["observation"]["content"] == [{"role": "user", "content": "2 2"}]
