@@ -7,11 +7,12 @@ import importlib.util
 from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.envs.base import World
+from services.envgateway.envs.webshop.world import WebshopWorld
 
 
 def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
     """By name: a world, or why there is none. Raises ``ConfigError`` for settings that cannot work."""
-    return {"alfworld": _alfworld(config)}
+    return {"alfworld": _alfworld(config), "webshop": _webshop(config)}
 
 
 def _alfworld(config: EnvGatewayConfig) -> World | str:
@@ -23,3 +24,9 @@ def _alfworld(config: EnvGatewayConfig) -> World | str:
     if not data.is_dir():
         return f"envgateway.alfworld.data: there is no folder {data.absolute()}"
     return AlfworldWorld(config.alfworld, data)
+
+
+def _webshop(config: EnvGatewayConfig) -> World | str:
+    if config.webshop.data is None:
+        return "write envgateway.webshop.data: FOLDER, which holds the catalogue in WebShop's raw form"
+    return WebshopWorld(config.webshop)

@@ -23,7 +23,7 @@ from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.unpack import unpack
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 
-from .serving import Player, serving
+from .playing import Player, serving
 
 if importlib.util.find_spec("alfworld") is None:  # importing it here would bring torch and overwrite sys.argv
     pytest.skip("the extra alfworld is not installed", allow_module_level=True)
