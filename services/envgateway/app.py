@@ -17,7 +17,6 @@ from services.common.pb import judge_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import PythonTool, ToolBox
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
@@ -31,8 +30,8 @@ from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
 from services.envgateway.servicer_judge import JudgeServicer
-
-_TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
+from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.registry import ToolBox, load_tools
 
 
 class Gateway:
@@ -44,14 +43,10 @@ class Gateway:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
         self._math = MathPool(config.math)
-        timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
         self._rewards = Rewards(self._math, self.queue)
         self._tools = ToolBox(
-            [
-                PythonTool(self.queue, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
-            ]
+            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
         environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)

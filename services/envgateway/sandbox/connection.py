@@ -110,7 +110,8 @@ class SubmittedRun:
 def _said(head: dict[str, Any], blobs: list[bytes]) -> Said:
     if len(blobs) == 1:
         return Said(blobs[0])
-    return Said(*blobs, interrupted=head["interrupted"], truncated=head["truncated"])
+    data, stdout, stderr = blobs
+    return Said(data, stdout, stderr, head["interrupted"], head["truncated"])
 
 
 def _broken(why: str) -> ExecutionResult:
