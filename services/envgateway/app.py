@@ -17,7 +17,6 @@ from services.common.pb import judge_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import PythonTool, ToolBox
 from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
@@ -33,8 +32,8 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
 from services.envgateway.servicer_judge import JudgeServicer
 from services.envgateway.taskserver.server import TaskServer
-
-_TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
+from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.registry import ToolBox, load_tools
 
 
 class Gateway:
@@ -46,14 +45,10 @@ class Gateway:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
         self._math = MathPool(config.math)
-        timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
         self._rewards = Rewards(self._math, self.queue)
         self._tools = ToolBox(
-            [
-                PythonTool(self.queue, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
-            ]
+            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
         self._environments = EnvironmentRegistry(
             config.environments, EnvironmentContext(self._rewards, self._tools), make_worlds(config)

@@ -37,6 +37,7 @@ def worker_settings(config: EnvGatewayConfig | None, environment: Mapping[str, s
     defaults = {"num_slots": os.cpu_count() or 1, "wall_time_s": 10.0, "cpu_time_s": 10.0}
     sandbox = (config.sandbox if config else SandboxConfig()).model_dump() | ({} if config else defaults)
     queue = (config.queue if config else QueueConfig()).model_dump()
+    sandbox["num_live"] = 0  # live processes belong to episodes, which the gateway holds
     if (slots := _number(environment, "MAX_WORKERS", int)) is not None:
         sandbox["num_slots"] = slots
     if (seconds := _number(environment, "MAX_EXECUTION_TIME", float)) is not None:
