@@ -107,6 +107,14 @@ class Farm:
 
 
 @pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Any]:
+    """A client for looking into Redis, and for meddling with it."""
+    client = connect(redis_server.uri, allow_plain=False)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
 async def farm(redis_server: RedisServer) -> AsyncIterator[Farm]:
     started = Farm(redis_server)
     started.queue.start()

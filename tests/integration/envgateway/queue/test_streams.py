@@ -187,4 +187,5 @@ async def assert_streams_empty(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
     for lane in Lane:
         assert await client.xlen(f"millrace:jobs:{lane.value}") == 0
+        assert (await client.xpending(f"millrace:jobs:{lane.value}", "workers"))["pending"] == 0
     await client.aclose()
