@@ -65,7 +65,7 @@ class HttpServer:
     async def start(self) -> int:
         """Returns the port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port)
+        site = web.TCPSite(self._runner, self._host, self.port, reuse_port=self._config.reuse_port or None)
         try:
             await site.start()
         except OSError as error:

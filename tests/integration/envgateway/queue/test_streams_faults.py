@@ -32,6 +32,7 @@ async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, red
         }
         await redis.xadd(f"millrace:jobs:{lane}", fields, id="5-1")
     worker = farm.add_worker()
+    await until(lambda: len(worker._held) == 2, "both are held")
     await until(lambda: worker.counts["answered"] == 2, "both are answered")
     await until(lambda: len(worker._held) == 0, "both are let go")
     answers = await redis.xrange("millrace:results:other")
@@ -45,7 +46,7 @@ async def test_a_burst_for_many_slots_needs_no_more_connections_than_there_are(f
     codes = [f"sleep 0.2 {n}" for n in range(200)]
     results = await asyncio.gather(*(farm.execute(code) for code in codes))
     assert [result.stdout.decode() for result in results] == codes
-    assert Counter(farm.programs.started) == Counter(codes)
+    assert Counter(farm.programs.started) == Counter(codes) and farm.workers[0].counts["taken_over"] == 0
 
 
 async def test_jobs_of_the_dead_do_not_wait_until_a_busy_worker_has_nothing_else_to_do(farm: Farm) -> None:
