@@ -8,11 +8,11 @@ set -euo pipefail
 : "${REDIS_URI:=${REDIS_URL:?set REDIS_URI to the Redis of the judge, such as redis://127.0.0.1:6379}}"
 export REDIS_URI OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CODE_JUDGE_PORT="${CODE_JUDGE_PORT:-8000}"
 unset MAX_WORKERS # of the workers
-readonly QUICK_S=10 # who dies sooner than this after its start has settings that cannot work
+readonly QUICK_S=10 # who gives up sooner than this after its start has settings that cannot work
 
 declare -A port_of started
 serve() { # PORT
-  ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -m services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
+  MILLRACE_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -m services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
   port_of[$!]="$1" started[$!]="$SECONDS"
 }
 stop() {
@@ -30,7 +30,7 @@ while true; do
   wait -n -p ended "${!port_of[@]}" || code=$?
   port="${port_of[$ended]}" lived_s=$((SECONDS - started[$ended]))
   unset "port_of[$ended]" "started[$ended]"
-  if ((lived_s < QUICK_S)); then stop "$code"; fi
+  if ((code < 128 && lived_s < QUICK_S)); then stop "$code"; fi # from 128 on it was killed
   echo "an API process ended with $code; starting it again" >&2
   serve "$port"
 done

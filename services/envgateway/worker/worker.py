@@ -196,8 +196,8 @@ class Worker:
         """From taken to answered, dropped or given back."""
         try:
             if not await self._leases.is_anybody_waiting(delivery):
+                self.counts["dropped"] += 1  # first: once it is gone from Redis, a look at the leases may end this task
                 await self._leases.drop(delivery)
-                self.counts["dropped"] += 1
                 return
             heed_cancellation()
             result = await self._result(delivery)
