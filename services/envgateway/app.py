@@ -154,10 +154,14 @@ async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = ""
     gateway = Gateway(config, sandbox, run_id, redis_uri)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
+    broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
     try:
         await asyncio.sleep(0)
         await gateway.start()
-        await stop_asked
+        ended, _ = await asyncio.wait((stop_asked, broken), return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            await task  # a supervisor can restart a dead gateway, not one that has lost its way to the workers
     finally:
         stop_asked.cancel()
+        broken.cancel()
         await gateway.stop()

@@ -105,7 +105,7 @@ class QueueConfig(Section):
     """Jobs waiting in each lane, before callers are told to come back."""
     redis_uri: str = ""
     """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
-    says the same, and keeps a password out of the recipe."""
+    (or REDIS_URL) says the same, and keeps a password out of the recipe."""
     redis_prefix: str = "millrace"
     """Begins every key in Redis; gateways and workers with the same prefix work together."""
     allow_plain_redis: bool = False
@@ -118,7 +118,10 @@ class QueueConfig(Section):
 
 class HttpConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Also serve the HTTP interface that clients of Code Judge speak; they expect it on 8000, 0 takes a free port."""
+    """Also serve the HTTP interface that clients of Code Judge speak; they expect it on 8000, 0 takes a free port. Variable:
+    CODE_JUDGE_PORT."""
+    reuse_port: bool = False
+    """Let other gateways on this host serve the same port; the system spreads connections over them."""
     queue_wait_s: float = Field(default=20.0, gt=0)
     """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`."""
     long_batch_wait_s: float = Field(default=3600.0, gt=0)
