@@ -22,6 +22,7 @@ from services.common.errors import (
 from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.unpack import unpack
 from services.envgateway.envs.alfworld.world import AlfworldWorld
+from services.envgateway.envs.replies import offer
 
 from .serving import Player, serving
 
@@ -63,11 +64,11 @@ def is_possible(trace: dict[str, Any]) -> bool:
 async def replay(player: Player, trace: dict[str, Any]) -> None:
     episode = await player.begin("alfworld", {"game": trace["game"]})
     room = "\n".join(trace["intro"].split("\n\n")[1:])
-    assert episode.observation.endswith(prompts.TASK_LEAD + room + prompts.offer(trace["admissible"]))
+    assert episode.observation.endswith(prompts.TASK_LEAD + room + offer(trace["admissible"]))
     assert list(episode.admissible_actions) == trace["admissible"]
     for turn, step in enumerate(trace["steps"], start=1):
         result = await player.step(episode, turn, f"THOUGHT: as recorded\nACTION: {step['action']}")
-        assert result.observation == step["observation"].strip() + prompts.offer(step["admissible"])
+        assert result.observation == step["observation"].strip() + offer(step["admissible"])
         assert list(result.admissible_actions) == step["admissible"]
         assert (result.reward, result.done) == (step["reward"], step["done"])
     await player.close(episode)
