@@ -32,6 +32,7 @@ from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
 from services.envgateway.servicer_judge import JudgeServicer
+from services.envgateway.taskserver.server import TaskServer
 
 _TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
 
@@ -86,6 +87,7 @@ class Gateway:
         )
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
         self.http = _make_http(config, self.queue, self._rewards)
+        self.task_server = _make_task_server(config, self._episodes, environments)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
@@ -93,6 +95,8 @@ class Gateway:
         port = await self.server.start()
         if self.http is not None:
             await self.http.start()
+        if self.task_server is not None:
+            await self.task_server.start()
         self._tasks.start(self._episodes.expire_forever(), "expire episodes")
         self.server.set_ready()
         return port
@@ -101,6 +105,8 @@ class Gateway:
         """Refuse, drain, close: calls first, then what they use."""
         if self.http is not None:
             await self.http.stop()
+        if self.task_server is not None:
+            await self.task_server.stop()
         await self.server.stop()
         await self._tasks.close()
         await self._episodes.close_all()
@@ -138,6 +144,14 @@ def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> 
         output_bytes=limits.output_bytes,
     )
     return HttpServer(config.http, config.host, queue, submissions)
+
+
+def _make_task_server(
+    config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry
+) -> TaskServer | None:
+    if config.task_server.port is None:
+        return None
+    return TaskServer(config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s)
 
 
 async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None) -> None:

@@ -136,7 +136,14 @@ class EpisodeManager:
             episode.running = asyncio.create_task(self._take_turn(episode, action), name=f"step {episode_id}")
         elif episode.running_action != action:
             raise StateError(f"turn {turn} is being taken with another action")
-        return await asyncio.shield(episode.running)
+        return await self._joined(episode.running, episode_id)
+
+    async def _joined(self, turn: asyncio.Task[StepResult], episode_id: str) -> StepResult:
+        """Wait for a turn that goes on without its callers, and tell them apart from it when it is cancelled."""
+        await asyncio.wait([turn])
+        if turn.cancelled():
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed while a turn was being taken")
+        return turn.result()
 
     async def close(self, episode_id: str) -> None:
         """End an episode; one that is unknown has ended already."""

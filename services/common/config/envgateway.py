@@ -7,7 +7,13 @@ from typing import Literal
 from pydantic import Field
 
 from services.common.config.base import Section
-from services.common.config.environments import AgentBenchConfig, AlfworldConfig, TextworldConfig, WebshopConfig
+from services.common.config.environments import (
+    AgentBenchConfig,
+    AlfworldConfig,
+    TaskServerConfig,
+    TextworldConfig,
+    WebshopConfig,
+)
 
 
 class SandboxConfig(Section):
@@ -106,6 +112,8 @@ class EnvGatewayConfig(Section):
     """The environment `webshop`."""
     agentbench: dict[str, AgentBenchConfig] = {}
     """Environments that AgentBench servers play: name -> server."""
+    task_server: TaskServerConfig = TaskServerConfig()
+    """Episodes for AgentBench's clients over HTTP."""
     max_episodes: int = Field(default=1024, ge=1)
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from services.common.errors import InfrastructureError
 from services.envgateway.envs.tools import ToolBox
@@ -35,7 +35,9 @@ class Observation:
     text: str
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
-    messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), where it is more than one turn
+    messages: Sequence[
+        Mapping[str, str]
+    ] = ()  # the same text as a chat (role, content), where it is more than one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +95,10 @@ class World(Protocol):
     async def close(self) -> None:
         """Called once, after every episode was closed."""
         ...
+
+
+@runtime_checkable
+class IndexedWorld(World, Protocol):
+    """A world that can list its tasks: what a task's row may say under ``index``."""
+
+    async def indices(self) -> Sequence[int | str]: ...

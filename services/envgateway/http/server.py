@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
-import structlog
 from aiohttp import web
 
 from services.common.config.envgateway import HttpConfig
-from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
+from services.envgateway.http.listener import Listener
 from services.envgateway.http.schema import UnreadableBodyError, batch_answer, read_batch, read_submission
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.queue.clients import on_behalf_of
 
-log = structlog.get_logger()
-
 CLIENT_HEADER = "X-Client-Id"
 _KEEP_ALIVE_S = 10.0
 _LARGE_BODY = 1 << 20  # bytes from which reading JSON leaves the event loop
-_STOP_S = 5.0
 
 Read = TypeVar("Read")
 
@@ -42,11 +36,8 @@ class HttpServer:
     """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback, and for a taken port."""
 
     def __init__(self, config: HttpConfig, host: str, queue: JobQueue, submissions: Submissions) -> None:
-        if not is_loopback(host):
-            raise ConfigError(f"the HTTP interface may not bind {host}: it does not authenticate its callers")
         assert config.port is not None
         self._config = config
-        self._host = host
         self._queue = queue
         self._submissions = submissions
         application = web.Application(client_max_size=config.body_bytes)
@@ -59,27 +50,21 @@ class HttpServer:
                     web.post(f"/{name}/long-batch", self._long_batch(with_output)),
                 ]
             )
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S)
-        self.port = config.port
+        self._listener = Listener(
+            application, host, config.port,
+            name="the HTTP interface", setting="envgateway.http.port", leaving_cancels=True,
+        )  # fmt: skip
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
 
     async def start(self) -> int:
         """Returns the port."""
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port)
-        try:
-            await site.start()
-        except OSError as error:
-            why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(
-                f"the HTTP interface cannot listen on {self._host}:{self.port}: {why}; stop what holds the port, or "
-                "give it another with envgateway.http.port in the recipe (0 takes a free one)"
-            ) from None
-        self.port = self._runner.addresses[0][1]
-        log.info("http.listening", address=f"{self._host}:{self.port}")
-        return self.port
+        return await self._listener.start()
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self._listener.stop()
 
     async def _ping(self, request: web.Request) -> web.Response:
         return _json("pong")

@@ -104,7 +104,7 @@ def test_an_action_that_is_not_listed_becomes_the_one_most_like_it() -> None:
 async def test_the_opening_is_instruction_promise_example_of_the_type_and_task() -> None:
     _, first = await begin(ScriptedEngine())
     contents = [message["content"] for message in first.messages]
-    assert [message["role"] for message in first.messages] == ["user", "agent"] * (len(contents) // 2) + ["user"]
+    assert [message["role"] for message in first.messages] == ["user", "assistant"] * (len(contents) // 2) + ["user"]
     assert contents[0] == prompts.INSTRUCTION
     assert contents[2] == prompts.EXAMPLE_LEAD + prompts.EXAMPLES["pick_heat_then_place"][0]
     assert contents[-1] == (

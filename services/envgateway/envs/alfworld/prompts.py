@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from services.envgateway.envs.replies import offer
 
-USER, AGENT = "user", "agent"
+USER, AGENT = "user", "assistant"
 
 INSTRUCTION = """\
 You are a robot in a household and have one task to complete by acting in it, step by step. You are told what the room \

@@ -18,6 +18,10 @@ class TextworldWorld:
         self._maker = GameMaker(config.cache, config.make_timeout_s)
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
 
+    @property
+    def max_turns(self) -> int:
+        return self._config.max_turns
+
     def build(self) -> TextworldEpisode:
         return TextworldEpisode(self.pool, self._maker, self._config.games, self._config.max_turns)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from services.common.config.environments import EnginePoolConfig, TextworldConfig
-from services.common.errors import InfrastructureError, InvalidRequestError, UnknownEnvironmentError
+from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.envs.textworld.games import CookingGame
 from services.envgateway.envs.textworld.maker import GameMaker
+from services.envgateway.envs.textworld.world import TextworldWorld
 
-from .serving import Player, serving
+from .serving import Client, served_world
 
 if importlib.util.find_spec("textworld") is None:
     pytest.skip("the extra textworld is not installed", allow_module_level=True)
@@ -36,19 +37,20 @@ def recipe_of(cache: Path) -> list[str]:
     return list(json.loads(about.read_text())["metadata"]["walkthrough"])
 
 
-async def play(player: Player, task: dict[str, object], commands: list[str]) -> tuple[str, float, bool]:
-    episode = await player.begin("textworld", task)
+async def play(client: Client, task: dict[str, object], commands: list[str]) -> tuple[str, float, bool]:
+    episode = await client.create("textworld", task)
     total, done = 0.0, False
     for turn, command in enumerate(commands, start=1):
-        result = await player.step(episode, turn, f"ACTION: {command}")
+        result = await client.step(episode.episode_id, turn, f"ACTION: {command}")
         total, done = total + result.reward, result.done
-    await player.close(episode)
+    await client.close(episode.episode_id)
     return episode.observation, total, done
 
 
 async def test_episodes_of_one_task_play_the_same_game_which_is_made_once(tmp_path: Path) -> None:
-    async with serving(textworld=TextworldConfig(cache=tmp_path, engine=EnginePoolConfig(num_workers=1))) as player:
-        episodes = await asyncio.gather(*(player.begin("textworld", {"index": 3}, seed) for seed in range(4)))
+    config = TextworldConfig(cache=tmp_path, engine=EnginePoolConfig(num_workers=1))
+    async with served_world("textworld", TextworldWorld(config)) as client:
+        episodes = await asyncio.gather(*(client.create("textworld", {"index": 3}, seed=seed) for seed in range(4)))
         assert len({episode.observation for episode in episodes}) == 1
         assert episodes[0].admissible_actions
         assert len(list(tmp_path.iterdir())) == 2  # the game and what is known about it
@@ -57,8 +59,8 @@ async def test_episodes_of_one_task_play_the_same_game_which_is_made_once(tmp_pa
 async def test_games_are_won_by_their_own_recipe_several_at_once_in_one_process(made: Path) -> None:
     task = {"index": 3, "environment": {"make": COOKING}}
     config = TextworldConfig(cache=made.parent, engine=EnginePoolConfig(num_workers=1))
-    async with serving(textworld=config) as player:
-        plays = await asyncio.gather(*(play(player, task, recipe_of(made.parent)) for _ in range(3)))
+    async with served_world("textworld", TextworldWorld(config)) as client:
+        plays = await asyncio.gather(*(play(client, task, recipe_of(made.parent)) for _ in range(3)))
     for observation, total, done in plays:
         assert "cookbook" in observation and "open fridge" in observation
         assert (total, done) == (pytest.approx(1.0), True)
@@ -67,33 +69,30 @@ async def test_games_are_won_by_their_own_recipe_several_at_once_in_one_process(
 async def test_a_folder_of_games_is_played_by_index_or_name(made: Path, tmp_path: Path) -> None:
     for file in made.parent.iterdir():
         shutil.copy(file, tmp_path)
-    async with serving(textworld=TextworldConfig(games=tmp_path)) as player:
-        by_index = await player.begin("textworld", {"index": 0})
-        by_name = await player.begin("textworld", {"game": made.name})
+    async with served_world("textworld", TextworldWorld(TextworldConfig(games=tmp_path))) as client:
+        by_index = await client.create("textworld", {"index": 0})
+        by_name = await client.create("textworld", {"game": made.name})
         assert by_index.observation == by_name.observation
         with pytest.raises(InvalidRequestError, match="from 0 to 0"):
-            await player.begin("textworld", {"index": 1})
+            await client.create("textworld", {"index": 1})
     (tmp_path / made.name).with_suffix(".json").unlink()
-    async with serving(textworld=TextworldConfig(games=tmp_path)) as player:
-        bare = await player.begin("textworld", {"index": 0})
+    async with served_world("textworld", TextworldWorld(TextworldConfig(games=tmp_path))) as client:
+        bare = await client.create("textworld", {"index": 0})
         assert not bare.admissible_actions and "AVAILABLE" not in bare.observation
-        result = await player.step(bare, 1, "ACTION: open fridge")
+        result = await client.step(bare.episode_id, 1, "ACTION: open fridge")
         assert "You open the fridge" in result.observation
 
 
 async def test_what_cannot_be_made_or_found_is_said(tmp_path: Path) -> None:
-    async with serving(textworld=TextworldConfig(cache=tmp_path / "new")) as player:
+    async with served_world("textworld", TextworldWorld(TextworldConfig(cache=tmp_path / "new"))) as client:
         for environment in ({"make": {"kind": "racing"}}, {"make": {**COOKING, "take": 4}}):
             with pytest.raises(InvalidRequestError):
-                await player.begin("textworld", {"index": 1, "environment": environment})
+                await client.create("textworld", {"index": 1, "environment": environment})
         with pytest.raises(InvalidRequestError, match="cannot be made"):
-            await player.begin("textworld", {"index": 2**40})
+            await client.create("textworld", {"index": 2**40})
         with pytest.raises(InvalidRequestError, match="index"):
-            await player.begin("textworld", {"question": "2 + 2"})
+            await client.create("textworld", {"question": "2 + 2"})
     assert list((tmp_path / "new").iterdir()) == []
-    async with serving(textworld=TextworldConfig(games=tmp_path / "none")) as player:
-        with pytest.raises(UnknownEnvironmentError, match="there is no folder"):
-            await player.begin("textworld", {"index": 1})
 
 
 async def test_a_game_that_takes_too_long_to_make_is_given_up_and_nothing_is_left(tmp_path: Path) -> None:
