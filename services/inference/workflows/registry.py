@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from services.common.config.base import Section
 from services.common.config.explain import explain
 from services.common.config.services import WorkflowConfig
 from services.common.errors import ConfigError
@@ -40,12 +41,16 @@ def load_workflow(name: str) -> type[Workflow]:
     return workflow
 
 
+def workflow_settings(config: WorkflowConfig) -> Section:
+    """The settings of a recipe's workflow, checked and with their defaults."""
+    settings = load_workflow(config.name).Settings
+    try:
+        return settings.model_validate(config.settings)
+    except ValidationError as error:
+        lines = explain(error, settings)
+        raise ConfigError("\n".join(f"workflow.settings.{line}" for line in lines)) from None
+
+
 def build_workflow(config: WorkflowConfig) -> Workflow:
     """The workflow of a recipe, its settings checked."""
-    workflow = load_workflow(config.name)
-    try:
-        settings = workflow.Settings.model_validate(config.settings)
-    except ValidationError as error:
-        lines = explain(error, workflow.Settings)
-        raise ConfigError("\n".join(f"workflow.settings.{line}" for line in lines)) from None
-    return workflow(settings)
+    return load_workflow(config.name)(workflow_settings(config))
