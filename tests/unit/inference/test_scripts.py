@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from services.inference.engine.base import FinishReason, Generation, GenerationR
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Cue, Line, Scene
+from services.inference.scripts.checkers import write_and_test
+from services.inference.scripts.episodes import act
 from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
 from services.inference.scripts.registry import SCRIPTS, load_script
+from services.inference.scripts.single_turn import speak
 from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Outcome, Step, WorkflowContext
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
 from services.inference.workflows.rewards import boxed_integer
@@ -194,16 +198,12 @@ async def test_an_episode_follows_the_expert_to_the_end_or_wanders() -> None:
     ],
 )  # fmt: skip
 def test_a_shop_is_shopped_in_by_its_pages(page: str, action: str) -> None:
-    from services.inference.scripts.episodes import act
-
     said = {act(_with_prompt(cue({"index": 1}, seed, workflow="agent_env"), page)) for seed in range(20)}
     assert action in said
     assert len(said) == (1 if action.startswith("search") else 2)
 
 
 def _with_prompt(made: Cue, prompt: str) -> Cue:
-    from dataclasses import replace
-
     return replace(made, prompt=prompt)
 
 
@@ -233,8 +233,6 @@ def test_a_falsified_case_expects_something_else(truth: Any) -> None:
 
 
 def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
-    from services.inference.scripts.checkers import write_and_test
-
     said = (Line(policy="model0", text="```python\npass\n```"),)
     settings = {"num_cases": 1, "verifier_thinking": True, "reward": "code"}
     for seed in range(8):
@@ -246,29 +244,22 @@ def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
 
 
 def _with_settings(made: Cue, settings: dict[str, Any]) -> Cue:
-    from dataclasses import replace
-    from types import SimpleNamespace
-
     return replace(made, settings=SimpleNamespace(**settings))
 
 
 def test_programs_are_fenced_and_the_reference_is_among_them() -> None:
-    from services.inference.scripts.single_turn import speak
-
     texts = [speak(cue(ASSERTED, seed)) for seed in range(60)]
     assert about_half([fenced("class Solution: ...") in text for text in texts])
 
 
 def test_a_row_without_a_reference_is_told() -> None:
-    from services.inference.scripts.single_turn import speak
-
     with pytest.raises(DatasetError, match="no reference for a scripted policy"):
         speak(cue({"prompt": "Say something."}))
 
 
 @pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.scripts.base:SCRIPT"}])
 def test_scripts_that_do_not_exist_are_told(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="script|SCRIPT"):
+    with pytest.raises(ConfigError, match=r"script|SCRIPT"):
         load_script(ForcedEngineConfig(**config), WorkflowConfig(), seed=1)
 
 
@@ -281,6 +272,4 @@ def test_a_workflow_without_a_script_of_its_own_needs_one_by_name() -> None:
 
 def test_the_share_of_right_answers_is_the_recipes() -> None:
     for share, expected in ((0.0, False), (1.0, True)):
-        from dataclasses import replace
-
         assert {replace(cue(MATH, seed), right_share=share).is_right() for seed in range(20)} == {expected}
