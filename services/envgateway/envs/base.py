@@ -35,7 +35,9 @@ class Observation:
     text: str
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
-    messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), where it is more than one turn
+    messages: Sequence[
+        Mapping[str, str]
+    ] = ()  # the same text as a chat (role, content), where it is more than one turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
