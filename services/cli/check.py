@@ -52,7 +52,7 @@ def describe(recipe: Recipe) -> RenderableType:
     for name, policy in recipe.policies.items():
         policies.add_row(
             name,
-            policy.model.path or policy.model.builder or "made by the warm start",
+            policy.model.path or "made by the warm start",
             policy.algorithm.name,
             f"{policy.batch.size} sequences in {policy.batch.minibatches}",
             f"≤ {policy.batch.max_staleness}",
@@ -90,20 +90,14 @@ def _check_data(where: str, config: DatasetConfig | None) -> None:
 
 
 def _check_workflow(recipe: Recipe) -> None:
-    from services.inference.scripts.registry import load_script
     from services.inference.workflows.registry import build_workflow
 
     build_workflow(recipe.workflow)
-    for service in recipe.inference.values():
-        if service.engine == "forced":
-            load_script(service.forced, recipe.workflow, recipe.run.seed)
 
 
 def _check_models(recipe: Recipe) -> None:
     for name, policy in recipe.policies.items():
         path = policy.model.path
-        if policy.model.builder is not None:
-            _check_function(f"policies.{name}.model.builder", policy.model.builder)
         if path is None:
             continue
         looks_local = path.startswith(("/", ".", "~"))
@@ -120,13 +114,9 @@ def _check_warm_start(recipe: Recipe) -> None:
         value: str = getattr(recipe.warm_start, key)
         if key == "dialogues" and Path(value).is_file():
             continue
-        _check_function(f"warm_start.{key}", value)
-
-
-def _check_function(where: str, path: str) -> None:
-    try:
-        found = load_object(path)
-    except MillraceError as error:
-        raise ConfigError(f"{where}: {error.message}") from None
-    if not callable(found):
-        raise ConfigError(f"{where}: {path} is no function")
+        try:
+            found = load_object(value)
+        except MillraceError as error:
+            raise ConfigError(f"warm_start.{key}: {error.message}") from None
+        if not callable(found):
+            raise ConfigError(f"warm_start.{key}: {value} is no function")

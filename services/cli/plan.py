@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.config.recipe import Recipe, built_model_dir, warm_start_dir
+from services.common.config.recipe import Recipe, warm_start_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +59,6 @@ def warm_start_command(recipe: Recipe, run_dir: Path) -> ProcessSpec | None:
         return None
     threads = recipe.policies[recipe.warm_start.policy].trainer.threads
     return _spec("warm-start", "", "services.trainer.warm_start", "--run-dir", str(run_dir), threads=threads)
-
-
-def build_models_command(recipe: Recipe, run_dir: Path) -> ProcessSpec | None:
-    """The process that makes the models of policies with `model.builder`; None when they are all there."""
-    missing = [
-        name
-        for name, policy in recipe.policies.items()
-        if policy.model.builder is not None and not (built_model_dir(run_dir, name) / "config.json").exists()
-    ]
-    return _spec("build-models", "", "services.trainer.build_models", "--run-dir", str(run_dir)) if missing else None
 
 
 def with_free_ports(recipe: Recipe) -> Recipe:

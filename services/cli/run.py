@@ -14,14 +14,7 @@ from rich.console import Console
 
 from services.cli.errors import Interrupted
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import (
-    build_models_command,
-    plan,
-    ports_in_use,
-    starting_checkpoint_exists,
-    warm_start_command,
-    with_free_ports,
-)
+from services.cli.plan import plan, ports_in_use, starting_checkpoint_exists, warm_start_command, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
@@ -81,7 +74,6 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     stop = _StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        _build_models(recipe, run_dir, processes, console, stop)
         _warm_start(recipe, run_dir, processes, console, stop)
         _start(recipe, run_dir, processes, console, stop)
         _follow(recipe, processes, console, stop)
@@ -114,13 +106,6 @@ class _StopSignal:
     def _receive(self, *_: object) -> None:
         self._received = True
         raise KeyboardInterrupt
-
-
-def _build_models(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
-    spec = build_models_command(recipe, run_dir)
-    if spec is not None:
-        with console.status("making the models"):
-            processes.run_to_end(spec, stop.check)
 
 
 def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -29,7 +30,6 @@ from services.common.logs import configure
 from services.common.memory import keep_freed_memory
 from services.common.metrics import MetricsWriter
 from services.common.process import die_with_parent_if_asked
-from services.trainer.made_directory import make_directory
 
 if TYPE_CHECKING:
     from services.common.chat import Chat
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 REPORT_EVERY = 5
+COMPLETE = "warm_start.json"
 
 
 def make_starting_checkpoint(recipe: Recipe, run_dir: Path) -> Path:
@@ -52,13 +53,19 @@ def make_starting_checkpoint(recipe: Recipe, run_dir: Path) -> Path:
         raise ConfigError("warm_start is missing: this recipe has no starting checkpoint to make")
     target = warm_start_dir(run_dir, config.policy)
     made_by = {"seed": recipe.run.seed, **config.model_dump(mode="json")}
-
-    def make(directory: Path) -> None:
-        load_object(config.builder)(directory, seed=recipe.run.seed, **config.builder_settings)
-        with closing(MetricsWriter(run_dir / "metrics" / "warm_start.jsonl")) as metrics:
-            _train(recipe, config, directory, metrics)
-
-    make_directory(target, "warm_start", made_by, make)
+    if target.exists():
+        _check_made_by(target, made_by)
+        log.info("warm_start.reused", path=str(target))
+        return target
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
+    with closing(MetricsWriter(run_dir / "metrics" / "warm_start.jsonl")) as metrics:
+        _train(recipe, config, partial, metrics)
+    (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
+    partial.rename(target)
+    log.info("warm_start.done", path=str(target))
     return target
 
 
@@ -164,6 +171,12 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
             if not isinstance(row, dict):
                 raise DatasetError(f"{path}, row {number}: a dialogue is an object, this is {type(row).__name__}")
             yield row
+
+
+def _check_made_by(target: Path, made_by: Mapping[str, Any]) -> None:
+    path = target / COMPLETE
+    if not path.exists() or json.loads(path.read_text()) != json.loads(json.dumps(made_by)):
+        raise ConfigError(f"{target} was made by other warm_start settings: remove it, or start a new run")
 
 
 def main() -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.base import Section
@@ -15,21 +15,9 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 class ModelConfig(Section):
     path: str | None = None
-    """A Hugging Face model directory or hub name. Left out only when `warm_start.policy` names this policy, or with
-    `builder`."""
-    builder: str | None = None
-    """Instead of `path`: import path of `build(directory: Path, seed: int, **settings) -> None`, which writes model and
-    tokenizer as a Hugging Face directory. Called once, before the run, into the run directory."""
-    builder_settings: dict[str, Any] = {}
-    """Keyword arguments of the builder."""
+    """A Hugging Face model directory or hub name. Left out only when `warm_start.policy` names this policy."""
     context_length: int = Field(default=4096, ge=8)
     """Prompt and response together never exceed this many tokens."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelConfig:
-        if self.path is not None and self.builder is not None:
-            raise ValueError("set `path` or `builder`, not both: a model is loaded, or made for the run")
-        return self
 
 
 class ResampleConfig(Section):

@@ -111,12 +111,7 @@ class Recipe(Section):
             )
         made = self.warm_start.policy if self.warm_start else None
         for name, policy in self.policies.items():
-            if name == made and policy.model.builder is not None:
-                raise ValueError(
-                    f"policies.{name}.model.builder and warm_start both make the model of {name}: "
-                    "name the builder in warm_start.builder alone"
-                )
-            if policy.model.path is None and policy.model.builder is None and name != made:
+            if policy.model.path is None and name != made:
                 raise ValueError(f"policies.{name}.model.path is missing: write a model directory or a hub name")
             if self.sampling.max_new_tokens >= policy.model.context_length:
                 raise ValueError(
@@ -183,16 +178,9 @@ class Recipe(Section):
         return "xxh3-128" if all(map(is_loopback, hosts)) else "blake3"
 
     def model_path(self, policy: str, run_dir: Path) -> str:
-        """Where the starting checkpoint of a policy lies: its own path, or what its builder or the warm start makes."""
-        model = self.policies[policy].model
-        if model.path is not None:
-            return model.path
-        return str(built_model_dir(run_dir, policy) if model.builder else warm_start_dir(run_dir, policy))
-
-
-def built_model_dir(run_dir: Path, policy: str) -> Path:
-    """Where the model of a policy with `model.builder` is written."""
-    return run_dir / "models" / policy
+        """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""
+        path = self.policies[policy].model.path
+        return path if path is not None else str(warm_start_dir(run_dir, policy))
 
 
 def warm_start_dir(run_dir: Path, policy: str) -> Path:
