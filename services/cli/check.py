@@ -24,7 +24,7 @@ def check_recipe(recipe: Recipe) -> None:
     problems = ports_in_use(recipe)
     checks: list[Callable[[], object]] = [
         lambda: _check_data("data.train", recipe.data.train),
-        lambda: _check_data("data.evaluation", recipe.data.evaluation),
+        lambda: _check_evaluation_data(recipe),
         lambda: _check_workflow(recipe),
         lambda: _check_models(recipe),
         lambda: _check_warm_start(recipe),
@@ -65,9 +65,18 @@ def describe(recipe: Recipe) -> RenderableType:
     )
 
 
-def _check_data(where: str, config: DatasetConfig | None) -> None:
-    if config is None:
-        return
+def _check_evaluation_data(recipe: Recipe) -> None:
+    problems = []
+    for name, config in recipe.data.evaluation.items():
+        try:
+            _check_data(f"data.evaluation.{name}", config)
+        except MillraceError as error:
+            problems.append(error.message)
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def _check_data(where: str, config: DatasetConfig) -> None:
     if config.generator is None and config.path is not None and not Path(config.path).exists():
         if Path(config.path).suffix in (".jsonl", ".json", ".ndjson") or config.path.startswith(("/", ".")):
             raise ConfigError(
@@ -90,9 +99,13 @@ def _check_data(where: str, config: DatasetConfig | None) -> None:
 
 
 def _check_workflow(recipe: Recipe) -> None:
-    from services.inference.workflows.registry import build_workflow
+    from services.inference.scripts.registry import load_scripts
+    from services.inference.workflows.registry import build_workflows
 
-    build_workflow(recipe.workflow)
+    build_workflows(recipe)
+    for service in recipe.inference.values():
+        if service.engine == "forced":
+            load_scripts(service.forced, recipe)
 
 
 def _check_models(recipe: Recipe) -> None:
@@ -108,15 +121,14 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def _check_warm_start(recipe: Recipe) -> None:
-    if recipe.warm_start is None:
-        return
-    for key in ("builder", "dialogues"):
-        value: str = getattr(recipe.warm_start, key)
-        if key == "dialogues" and Path(value).is_file():
-            continue
-        try:
-            found = load_object(value)
-        except MillraceError as error:
-            raise ConfigError(f"warm_start.{key}: {error.message}") from None
-        if not callable(found):
-            raise ConfigError(f"warm_start.{key}: {value} is no function")
+    for policy, section in recipe.warm_start.items():
+        for key in ("builder", "dialogues"):
+            value: str | None = getattr(section, key)
+            if value is None or (key == "dialogues" and Path(value).is_file()):
+                continue
+            try:
+                found = load_object(value)
+            except MillraceError as error:
+                raise ConfigError(f"warm_start.{policy}.{key}: {error.message}") from None
+            if not callable(found):
+                raise ConfigError(f"warm_start.{policy}.{key}: {value} is no function")

@@ -53,12 +53,18 @@ def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
     return specs
 
 
-def warm_start_command(recipe: Recipe, run_dir: Path) -> ProcessSpec | None:
-    """The process that makes the starting checkpoint; None when there is none to make."""
-    if recipe.warm_start is None:
-        return None
-    threads = recipe.policies[recipe.warm_start.policy].trainer.threads
-    return _spec("warm-start", "", "services.trainer.warm_start", "--run-dir", str(run_dir), threads=threads)
+def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
+    """The processes that make the starting checkpoints which are not there yet, one for each policy."""
+    return [
+        _spec(
+            f"warm-start-{policy}",
+            "",
+            *("services.trainer.warm_start", "--policy", policy, "--run-dir", str(run_dir)),
+            threads=recipe.policies[policy].trainer.threads,
+        )
+        for policy in recipe.warm_start
+        if not (warm_start_dir(run_dir, policy) / "config.json").exists()
+    ]
 
 
 def with_free_ports(recipe: Recipe) -> Recipe:
@@ -94,12 +100,6 @@ def ports_in_use(recipe: Recipe) -> list[str]:
             except OSError:
                 problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
-
-
-def starting_checkpoint_exists(recipe: Recipe, run_dir: Path) -> bool:
-    return (
-        recipe.warm_start is not None and (warm_start_dir(run_dir, recipe.warm_start.policy) / "config.json").exists()
-    )
 
 
 def _spec(name: str, address: str, module: str, *arguments: str, threads: int = 1) -> ProcessSpec:

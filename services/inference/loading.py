@@ -19,7 +19,7 @@ from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.policies import ServedPolicy
-from services.inference.scripts.registry import load_script
+from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
 OnTokens = Callable[[int, float], None]
@@ -85,7 +85,7 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
 
     script = None
     if config.engine == "forced":  # before the model: a wrong setting costs a second
-        script = load_script(config.forced, settings.recipe.workflow, settings.recipe.run.seed)
+        script = load_scripts(config.forced, settings.recipe)
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length

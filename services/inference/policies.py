@@ -23,7 +23,7 @@ class ServedPolicy:
     engine: Engine
     chat: Chat
     context_length: int
-    script: ScriptBook | None = None  # chooses what a forced engine says
+    script: ScriptBook | None = None  # chooses what a forced engine says, in training and in evaluation
 
 
 class RolloutPolicy:

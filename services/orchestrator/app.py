@@ -134,8 +134,7 @@ async def _live_and_part(ring: Ring) -> None:
 def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader) -> Ring:
     seed = recipe.run.seed
     training_source = open_source(recipe.data.train, seed + recipe.data.train.seed)
-    evaluation = recipe.data.evaluation
-    evaluation_source = open_source(evaluation, evaluation.seed) if evaluation is not None else None
+    evaluation_sources = {name: open_source(data, data.seed) for name, data in recipe.data.evaluation.items()}
     begun = next(iter(reader.find(records.RUN, [""]).values()), None)
     if begun is None:
         begun = {"run_id": recipe.run.id, "mark": secrets.token_hex(3), "started_at": time.time()}
@@ -151,7 +150,7 @@ def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader
         run_dir,
         journal,
         training_source=training_source,
-        evaluation_source=evaluation_source,
+        evaluation_sources=evaluation_sources,
         run_mark=begun["mark"],
         started_at=begun["started_at"],
     )

@@ -70,12 +70,14 @@ class Batches:
         experience: Experience,
         journal: Journal,
         open_reader: Callable[[], JournalReader],
+        may_begin: Callable[[int], bool] = lambda step: True,
     ) -> None:
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
         self._open_reader = open_reader
+        self._may_begin = may_begin
         self._recent: dict[int, Batch] = {}
         self._changed = asyncio.Event()  # set when a wait may be over
         self._assembly = asyncio.Lock()
@@ -130,7 +132,7 @@ class Batches:
             return True  # another rank's call assembled it
         # A step starts from the version before it, and its age is counted from there: wait for that one too.
         ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
-        return ready and not self.paused
+        return ready and not self.paused and self._may_begin(training_step)
 
     def close(self) -> None:
         """End all waits: the process is stopping."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.common.config.policy import BatchConfig
 from services.common.types import Trajectory
@@ -50,6 +51,7 @@ class Experience:
         num_steps: int,
         counters: Counter[str],
         on_closed: Callable[[str, str], None] = lambda group_id, reason: None,
+        admit: Literal["all", "any"] = "all",
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
         self._policies = policies
@@ -62,28 +64,34 @@ class Experience:
             {
                 name: Limits(batch_size=batch.size, max_staleness=batch.max_staleness, num_steps=num_steps)
                 for name, batch in policies.items()
-            }
+            },
+            admit,
         )
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
 
+    def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
+        """The policies that a task group may bring sequences for."""
+        return group.order.policies or tuple(self._policies)
+
     def issued(self, group: TaskGroup) -> None:
-        self.admission.issued(len(group.unresolved))
+        self.admission.issued(len(group.unresolved), self.policies_of(group))
 
     def cancelled(self, group: TaskGroup) -> None:
         """Nothing more is wanted of a training group that is still running."""
-        self.admission.given_up(len(group.unresolved))
+        self.admission.given_up(len(group.unresolved), self.policies_of(group))
         for policy, count in _sequences_per_policy(group.trajectories).items():
             self.admission.returned(policy, count)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot of a training group got its outcome (already kept in the group)."""
+        policies = self.policies_of(group)
         if isinstance(outcome, Trajectory):
-            self.admission.resolved(_sequences_per_policy([outcome]))
+            self.admission.resolved(_sequences_per_policy([outcome]), policies)
         else:
-            self.admission.given_up(1)
-        for statistics in self._since_batch.values():
+            self.admission.given_up(1, policies)
+        for statistics in (self._since_batch[policy] for policy in policies):
             if isinstance(outcome, Trajectory):
                 statistics.reward_sum += outcome.reward
                 statistics.num_trajectories += 1
@@ -116,7 +124,7 @@ class Experience:
                 self._since_batch[policy].num_groups_equal += 1
                 return
             group = kept
-        if self.admission.accounts[policy].steps_left == 0:
+        if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
         elif not self.buffers[policy].add(group):
             self._since_batch[policy].num_expired += group.size

@@ -90,7 +90,7 @@ def _policy(ring: Ring, policy: str) -> PolicyProgress:
         version=ring.ledgers[policy].newest_number,
         num_steps=ring.num_steps,
         num_buffered=ring.experience.buffers[policy].num_sequences,
-        num_expected=round(ring.experience.admission.expected(policy)),
+        num_expected=round(ring.experience.admission.accounts[policy].expected),
         reward_mean=metrics.get("reward_mean", 0.0),
         staleness_max=int(metrics.get("staleness_max", 0)),
         trainer_state=trainer.state if trainer is not None else "absent",

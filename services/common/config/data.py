@@ -1,4 +1,4 @@
-"""Where tasks come from."""
+"""Where tasks come from, and how they are played and evaluated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from services.common.config.base import Section
+
+
+class WorkflowConfig(Section):
+    name: str = "single_turn"
+    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
+    settings: dict[str, Any] = {}
+    """Settings of the workflow; each workflow documents and checks its own."""
 
 
 class DatasetConfig(Section):
@@ -49,8 +56,8 @@ class DataConfig(Section):
     curation: Literal["accept_all", "filter_solved", "greso"] = "accept_all"
     """Which tasks are played: all; not those that are solved almost always; or (GRESO) those whose rewards were all equal
     lately less often, the longer that lasts."""
-    evaluation: DatasetConfig | None = None
-    """Fixed tasks to evaluate on."""
+    evaluation: dict[str, DatasetConfig] = {}
+    """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
 
 
 class SamplingConfig(Section):
@@ -77,6 +84,19 @@ class EvaluationConfig(Section):
     """Evaluate version 0 before training."""
     at_end: bool = True
     """Evaluate the last version after training."""
+    every: int = Field(default=0, ge=0)
+    """Evaluate whenever all policies have taken this many more steps; 0 is never. Training goes on meanwhile."""
+    engines: int = Field(default=1, ge=1)
+    """Replicas that an evaluation during training takes for itself, with their versions pinned. With no more replicas than
+    these, it is played on a share of their slots instead and is not pinned."""
+    share: float = Field(default=0.25, gt=0, le=1)
+    """That share."""
+    policies: list[str] = []
+    """Policies that play in evaluation; empty means all."""
+    workflow: WorkflowConfig | None = None
+    """The workflow of evaluation; left out, that of training."""
+    pass_reward: float = 1.0
+    """A trajectory with at least this reward counts as passed, for pass@k."""
     samples_per_task: int = Field(default=1, ge=1)
     """Trajectories per task and sampling."""
     samplings: dict[str, SamplingConfig] = {"greedy": SamplingConfig(temperature=0.0)}

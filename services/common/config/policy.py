@@ -15,7 +15,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 class ModelConfig(Section):
     path: str | None = None
-    """A Hugging Face model directory or hub name. Left out only when `warm_start.policy` names this policy."""
+    """A Hugging Face model directory or hub name. Left out only when `warm_start.<policy>` makes it."""
     context_length: int = Field(default=4096, ge=8)
     """Prompt and response together never exceed this many tokens."""
 

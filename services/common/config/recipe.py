@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
-from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.policy import PolicyConfig
@@ -18,7 +18,6 @@ from services.common.config.services import (
     OrchestratorConfig,
     RolloutConfig,
     WarmStartConfig,
-    WorkflowConfig,
 )
 from services.common.loopback import is_loopback
 
@@ -31,7 +30,9 @@ class RunConfig(Section):
     seed: int = Field(default=1, ge=0)
     """Seeds data order, sampling and initial weights."""
     steps: int = Field(default=100, ge=1)
-    """Training steps, each one published version."""
+    """Training steps of each policy, each one published version."""
+    lockstep: bool = False
+    """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
 
 
 class Recipe(Section):
@@ -61,8 +62,8 @@ class Recipe(Section):
     """The inference services that `millrace run` starts on this node, by name. Others may join at any time."""
     envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
     """The environment gateway; null when the workflow needs none."""
-    warm_start: WarmStartConfig | None = None
-    """Supervised training that makes the starting checkpoint, before the run."""
+    warm_start: dict[str, WarmStartConfig] = {}
+    """By policy: supervised training that makes its starting checkpoint, before the run."""
     launch: LaunchConfig = LaunchConfig()
     """How processes are started and stopped."""
 
@@ -84,12 +85,22 @@ class Recipe(Section):
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
-        if self.data.evaluation is None and (self.evaluation.at_start or self.evaluation.at_end):
+        self._check_evaluation()
+        return self
+
+    def _check_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if not self.data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
             raise ValueError(
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
-                "or set evaluation.at_start and evaluation.at_end to false"
+                "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
-        return self
+        for policy in evaluation.policies:
+            if policy not in self.policies:
+                raise ValueError(
+                    f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
+                    f"write one of {sorted(self.policies)}"
+                )
 
     def _check_policies_are_served(self) -> None:
         for name, service in self.inference.items():
@@ -102,17 +113,25 @@ class Recipe(Section):
         for policy in self.policies:
             if not any(not s.policies or policy in s.policies for s in self.inference.values()):
                 raise ValueError(f"no inference service serves policy {policy!r}: add it to inference.<name>.policies")
+        whole = any(not s.policies or set(s.policies) == set(self.policies) for s in self.inference.values())
+        if self.rollout.policies == "together" and not whole:
+            raise ValueError(
+                f"no inference service serves all of {sorted(self.policies)}, which play together in one rollout: "
+                "leave inference.<name>.policies of one of them empty, or set rollout.policies to apart"
+            )
 
     def _check_models(self) -> None:
-        if self.warm_start and self.warm_start.policy not in self.policies:
-            raise ValueError(
-                f"warm_start.policy names {self.warm_start.policy!r}, which is no policy of this recipe; "
-                f"write one of {sorted(self.policies)}"
-            )
-        made = self.warm_start.policy if self.warm_start else None
+        for name in self.warm_start:
+            if name not in self.policies:
+                raise ValueError(
+                    f"warm_start.{name} is for no policy of this recipe; write one of {sorted(self.policies)}"
+                )
         for name, policy in self.policies.items():
-            if policy.model.path is None and name != made:
-                raise ValueError(f"policies.{name}.model.path is missing: write a model directory or a hub name")
+            if policy.model.path is None and name not in self.warm_start:
+                raise ValueError(
+                    f"policies.{name}.model.path is missing: write a model directory or a hub name, or how to make it "
+                    f"under warm_start.{name}"
+                )
             if self.sampling.max_new_tokens >= policy.model.context_length:
                 raise ValueError(
                     f"sampling.max_new_tokens ({self.sampling.max_new_tokens}) leaves no room for a prompt in "
@@ -144,6 +163,17 @@ class Recipe(Section):
             if port and port in ports:
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
+
+    def compositions(self) -> list[tuple[str, ...]]:
+        """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
+        return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.policies]
+
+    def evaluation_compositions(self) -> list[tuple[str, ...]]:
+        """The same of evaluation."""
+        chosen = tuple(self.evaluation.policies)
+        if self.rollout.policies == "apart":
+            return [(policy,) for policy in chosen or self.policies]
+        return [chosen]
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it; 0 takes a free one."""

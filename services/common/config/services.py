@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.base import Section
 
@@ -12,17 +12,16 @@ from services.common.config.base import Section
 class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Trajectories per task issue: a task group."""
+    policies: Literal["together", "apart"] = "together"
+    """`together`: a rollout may use every policy of the recipe. `apart`: each task group is played by one policy alone, in
+    turn, so that several learn the same thing side by side, each at its own speed."""
+    admit: Literal["all", "any"] = "all"
+    """When a rollout that trains several policies may start: when each has room for what it brings, or when one has; then
+    what the others cannot use is dropped (`sequences_surplus`)."""
     timeout_s: float = Field(default=600.0, gt=0)
     """A rollout that takes longer is a failure."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
-
-
-class WorkflowConfig(Section):
-    name: str = "single_turn"
-    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
-    settings: dict[str, Any] = {}
-    """Settings of the workflow; each workflow documents and checks its own."""
 
 
 class OrchestratorConfig(Section):
@@ -96,26 +95,30 @@ class InferenceConfig(Section):
 
 
 class WarmStartConfig(Section):
-    policy: str
-    """The policy whose starting checkpoint this makes."""
     builder: str
     """Import path of `build(directory: Path, seed: int, **settings) -> None`: writes model and tokenizer as a
     Hugging Face directory."""
     builder_settings: dict[str, Any] = {}
     """Keyword arguments of the builder."""
-    dialogues: str
+    dialogues: str | None = None
     """Import path of a generator of dialogues (`{"messages": [{"role", "content"}, ...]}`), called with `seed` and
-    `dialogue_settings`; or a jsonl file of such rows."""
+    `dialogue_settings`; or a jsonl file of such rows. Needed unless `steps` is 0."""
     dialogue_settings: dict[str, Any] = {}
     """Keyword arguments of the generator."""
-    steps: int = Field(default=120, ge=1)
-    """Optimizer updates."""
+    steps: int = Field(default=120, ge=0)
+    """Optimizer updates; 0 leaves the model as it was built."""
     batch_size: int = Field(default=192, ge=1)
     """Dialogues per update."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak of a cosine schedule."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW."""
+
+    @model_validator(mode="after")
+    def _dialogues_to_train_on(self) -> WarmStartConfig:
+        if self.steps and self.dialogues is None:
+            raise ValueError("dialogues is missing: name a generator or a jsonl file, or set steps to 0")
+        return self
 
 
 class LaunchConfig(Section):

@@ -10,7 +10,7 @@ the same.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,18 @@ class Cue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptBook:
-    """A script with what the recipe says about it."""
+class Part:
+    """A script and the settings of the workflow that it speaks in."""
 
     script: Script
     settings: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptBook:
+    """The scripts of a recipe, by what a rollout is for, with what it says about them."""
+
+    parts: Mapping[Purpose, Part]
     right_share: float
     num_words: int
     seed: int
@@ -79,18 +86,19 @@ class Scene:
 
     def forced_ids(self, book: ScriptBook, policy: str, chat: Chat, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """What the policy is to say next, with the end of its turn."""
+        part = book.parts[self._purpose]
         cue = Cue(
             policy=policy,
             task=self._task,
             purpose=self._purpose,
             prompt=chat.decode(prompt_ids),
             said=tuple(self._said),
-            settings=book.settings,
+            settings=part.settings,
             right_share=book.right_share,
             num_words=book.num_words,
             seed=xxhash.xxh3_64_intdigest(f"{book.seed}/{self._seed}".encode()),
         )
-        return (*chat.encode(book.script(cue)), chat.end_of_turn_id)
+        return (*chat.encode(part.script(cue)), chat.end_of_turn_id)
 
     def heard(self, policy: str, text: str) -> None:
         """Remember what a policy said, which its budget may have cut."""

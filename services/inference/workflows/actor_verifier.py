@@ -65,6 +65,9 @@ class ActorVerifier:
         self._settings = settings
         self._grade = build_grader(settings.reward)
 
+    def policies(self) -> tuple[str, ...]:
+        return (self._settings.policy or "model0", self._settings.verifier)
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         settings = self._settings
         messages = build_messages(settings, task)

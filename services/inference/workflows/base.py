@@ -143,7 +143,11 @@ class Outcome:
 
 
 class Workflow(Protocol):
-    """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once."""
+    """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once.
+
+    A workflow that asks for policies by name says which, so that a recipe without them is refused before it starts:
+    ``def policies(self) -> tuple[str, ...]``.
+    """
 
     Settings: ClassVar[type[Section]]
 

@@ -29,6 +29,10 @@ class PromptSettings(Section):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is a failed rollout (PROMPT_TOO_LONG); left out, the context is the bound."""
 
+    def named_policies(self) -> tuple[str, ...]:
+        """The policy that the settings name, if they do."""
+        return () if self.policy is None else (self.policy,)
+
 
 def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
     """The messages of a task, with the system turn and the instruction of the settings."""

@@ -23,6 +23,9 @@ class SingleTurn:
         self._settings = settings
         self._grade = build_grader(settings.reward)
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         messages = build_messages(self._settings, task)
         conversation = Conversation(

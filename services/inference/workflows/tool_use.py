@@ -74,6 +74,9 @@ class ToolUse:
         self._tools = build_tools(settings.tools) if settings.format == "json" else {}
         self._schemas = [tool.schema for tool in self._tools.values()]
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         played = await self.play(task, context)
         reward = await self._grade(context.gateway, task, played.turns[-1].text)

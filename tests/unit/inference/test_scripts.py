@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.common.config.services import ForcedEngineConfig, WorkflowConfig
+from services.common.config.data import WorkflowConfig
+from services.common.config.loading import validate
+from services.common.config.recipe import Recipe
+from services.common.config.services import ForcedEngineConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.tool_calls import find_call, parse_json_call
 from services.common.types import Purpose, Sampling, Segment, Task
@@ -18,10 +21,10 @@ from services.inference.engine.base import FinishReason, Generation, GenerationR
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Cue, Line, Scene
-from services.inference.scripts.checkers import write_and_test
+from services.inference.scripts.checkers import solve_and_verify, write_and_test
 from services.inference.scripts.episodes import act
 from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
-from services.inference.scripts.registry import SCRIPTS, load_script
+from services.inference.scripts.registry import SCRIPTS, load_scripts
 from services.inference.scripts.single_turn import speak
 from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Outcome, Step, WorkflowContext
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
@@ -37,6 +40,20 @@ ASSERTED = {
     "solution": "class Solution: ...",
 }
 EXPERT = ["go to shelf 1", "take mug 1 from shelf 1", "win"]
+
+
+def recipe(workflow: WorkflowConfig, **sections: Any) -> Recipe:
+    """The smallest recipe with a workflow."""
+    policy = {"model": {"path": "somewhere"}, "trainer": {"port": 0}, "weights": {"port": 0}}
+    tree = {
+        "name": "test",
+        "policies": {"model0": policy, "model1": policy},
+        "data": {"train": {"path": "tasks.jsonl"}},
+        "workflow": workflow.model_dump(),
+        "evaluation": {"at_start": False, "at_end": False},
+        **sections,
+    }
+    return validate(tree, source="test")
 
 
 class Parrot:
@@ -83,7 +100,7 @@ class Played:
 async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: Any) -> Played:
     """``count`` rollouts of one task with seeds of their own."""
     config = WorkflowConfig(name=name, settings=settings)
-    book = load_script(ForcedEngineConfig(), config, seed=1)
+    book = load_scripts(ForcedEngineConfig(), recipe(config))
     workflow = build_workflow(config)
     gateway = World(reward=lambda task, completion: boxed_integer(task.data, completion))
     played, task = Played(), Task(task_id="t", data=dict(row))
@@ -114,10 +131,10 @@ async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: A
 
 
 def cue(row: Mapping[str, Any], seed: int = 0, said: tuple[Line, ...] = (), workflow: str = "single_turn") -> Cue:
-    book = load_script(ForcedEngineConfig(), WorkflowConfig(name=workflow), seed=1)
+    book = load_scripts(ForcedEngineConfig(), recipe(WorkflowConfig(name=workflow)))
     return Cue(
         policy="model0", task=Task(task_id="t", data=row), purpose=Purpose.TRAIN, prompt="", said=said,
-        settings=book.settings, right_share=0.5, num_words=8, seed=seed,
+        settings=book.parts[Purpose.TRAIN].settings, right_share=0.5, num_words=8, seed=seed,
     )  # fmt: skip
 
 
@@ -260,14 +277,27 @@ def test_a_row_without_a_reference_is_told() -> None:
 @pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.scripts.base:SCRIPT"}])
 def test_scripts_that_do_not_exist_are_told(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"script|SCRIPT"):
-        load_script(ForcedEngineConfig(**config), WorkflowConfig(), seed=1)
+        load_scripts(ForcedEngineConfig(**config), recipe(WorkflowConfig()))
 
 
 def test_a_workflow_without_a_script_of_its_own_needs_one_by_name() -> None:
     workflow = WorkflowConfig(name="services.inference.workflows.single_turn:SingleTurn")
     with pytest.raises(ConfigError, match=r"forced\.script"):
-        load_script(ForcedEngineConfig(), workflow, seed=1)
-    assert load_script(ForcedEngineConfig(script="single_turn"), workflow, seed=1).right_share == 0.5
+        load_scripts(ForcedEngineConfig(), recipe(workflow))
+    book = load_scripts(ForcedEngineConfig(script="single_turn"), recipe(workflow))
+    assert book.parts[Purpose.EVALUATION].script is speak
+
+
+def test_evaluation_by_another_workflow_has_the_script_of_that_one() -> None:
+    evaluated = {
+        "at_start": False,
+        "at_end": False,
+        "workflow": {"name": "single_turn", "settings": {"policy": "model0"}},
+    }
+    book = load_scripts(ForcedEngineConfig(), recipe(WorkflowConfig(name="actor_verifier"), evaluation=evaluated))
+    assert book.parts[Purpose.TRAIN].script is solve_and_verify
+    assert book.parts[Purpose.EVALUATION].script is speak
+    assert book.parts[Purpose.EVALUATION].settings.policy == "model0"
 
 
 def test_the_share_of_right_answers_is_the_recipes() -> None:

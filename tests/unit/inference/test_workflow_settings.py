@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.services import WorkflowConfig
+from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.types import StopReason, Task
 from services.inference.workflows.prompts import PromptSettings, build_messages
