@@ -42,6 +42,7 @@ class EvaluationPass:
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in what was played
     newest: dict[str, int] = field(default_factory=dict)
     group_ids: set[str] = field(default_factory=set)
+    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "policy/role/attempt" -> rewards, sequences
 
     @property
     def num_trajectories(self) -> int:
@@ -71,6 +72,9 @@ class EvaluationPass:
             return
         self.rewards.setdefault(row, []).append(outcome.reward)
         for sequence in outcome.sequences:
+            role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
+            total, count = self.roles.get(role, (0.0, 0))
+            self.roles[role] = (total + sequence.reward, count + 1)
             for segment in sequence.segments:
                 if segment.is_policy:
                     policy, version = sequence.policy, segment.weight_version
@@ -202,6 +206,7 @@ class Evaluations:
             num_trajectories=current.num_trajectories,
             num_failed=current.num_failed,
             datasets=scores,
+            roles={role: total / count for role, (total, count) in sorted(current.roles.items())},
         )
 
     def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:

@@ -76,6 +76,7 @@ class RunMetrics:
         for found in result.datasets:
             values[f"{kind}/{found.name}"] = found.mean_reward.value
             values |= {f"{kind}/{found.name}/pass@{k}": share.value for k, share in found.pass_at}
+        values |= {f"{kind}/{role}": reward for role, reward in result.roles.items() if len(result.roles) > 1}
         self._scalars("evaluation", values, step)
 
     def summary(self, summary: Mapping[str, Any]) -> None:

@@ -146,6 +146,7 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
             )
             for found in result.datasets
         ],
+        roles=dict(result.roles),
     )
 
 

@@ -354,6 +354,22 @@ class EvaluationResult(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class RolesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     MEAN_REWARD_FIELD_NUMBER: builtins.int
@@ -362,6 +378,7 @@ class EvaluationResult(google.protobuf.message.Message):
     NEWEST_VERSIONS_FIELD_NUMBER: builtins.int
     PINNED_FIELD_NUMBER: builtins.int
     DATASETS_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
@@ -384,6 +401,10 @@ class EvaluationResult(google.protobuf.message.Message):
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DatasetScore]:
         """Results by dataset."""
 
+    @property
+    def roles(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Mean reward of the sequences of each "policy/role/attempt" that were played."""
+
     def __init__(
         self,
         *,
@@ -395,8 +416,9 @@ class EvaluationResult(google.protobuf.message.Message):
         newest_versions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         pinned: builtins.bool = ...,
         datasets: collections.abc.Iterable[Global___DatasetScore] | None = ...,
+        roles: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
 
 Global___EvaluationResult: typing_extensions.TypeAlias = EvaluationResult
 

@@ -93,6 +93,7 @@ class EvaluationResult:
     num_trajectories: int
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()
+    roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -322,6 +323,7 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
             }
             for found in result.datasets
         ],
+        "roles": pairs(result.roles),
     }
 
 
@@ -345,6 +347,7 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
             )
             for found in record["datasets"]
         ),
+        roles=from_pairs(record["roles"]),
     )
 
 
