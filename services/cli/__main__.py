@@ -26,6 +26,9 @@ RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting, e.g. `--set run.steps=20`. May be repeated.")
 ]
+ProfileOption = Annotated[
+    str | None, typer.Option("--profile", help="Transform the recipe as a whole: `tiny` tries it on two CPU cores.")
+]
 AddressOption = Annotated[str, typer.Option("--orchestrator", help="Address of the orchestrator.")]
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
@@ -34,6 +37,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50050"
 def run(
     recipe: Annotated[Path | None, typer.Argument(help="A recipe.yaml, or a directory that holds one.")] = None,
     set_: SetOption = None,
+    profile: ProfileOption = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this run directory instead of starting a new run.")
     ] = None,
@@ -45,9 +49,9 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
+    from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
-    from services.common.config.loading import load_recipe
     from services.common.errors import ConfigError
 
     if (recipe is None) == (resume is None):
@@ -55,7 +59,7 @@ def run(
     if resume is not None:
         resolved, run_dir = reopen(resume)
     else:
-        resolved, run_dir = prepare(load_recipe(Path(str(recipe)), set_ or ()))
+        resolved, run_dir = prepare(load_with_profile(Path(str(recipe)), set_ or (), profile))
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
@@ -69,14 +73,17 @@ def run(
 
 
 @app.command()
-def check(recipe: RecipeArgument, set_: SetOption = None, show: Annotated[
-    bool, typer.Option("--show", help="Print the resolved recipe.")
-] = False) -> None:  # fmt: skip
+def check(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe.")] = False,
+) -> None:
     """Validate a recipe and everything it names, without starting anything."""
     from services.cli.check import check_recipe, describe
-    from services.common.config.loading import load_recipe
+    from services.cli.profiles import load_with_profile
 
-    resolved = load_recipe(recipe, set_ or ())
+    resolved = load_with_profile(recipe, set_ or (), profile)
     check_recipe(resolved)
     if show:
         import yaml
@@ -90,13 +97,14 @@ def resolve(
     recipe: RecipeArgument,
     run_dir: Annotated[Path, typer.Argument(help="The run directory to make.")],
     set_: SetOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
+    from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
-    from services.common.config.loading import load_recipe
 
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
-    resolved, directory = prepare(load_recipe(recipe, overrides))
+    resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
     console.print(
         f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
     )
