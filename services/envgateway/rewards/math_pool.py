@@ -17,26 +17,17 @@ reference answer is compared with a harmless one, once. Knows nothing about task
 from __future__ import annotations
 
 import asyncio
-<<<<<<< HEAD
-from collections import Counter
-=======
 import signal
 from collections import Counter, OrderedDict
 from typing import Any
->>>>>>> part-tools
 
 import structlog
 
 from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import CapacityError, InfrastructureError
-<<<<<<< HEAD
-from services.envgateway.child import Child, ChildDied
-from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed
-=======
 from services.envgateway.rewards.math_process import MathProcess, WorkerDied, WorkerOverdue, WorkerStarved
 from services.envgateway.rewards.math_progress import ANSWER
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
->>>>>>> part-tools
 from services.envgateway.sandbox.bare import wire
 
 log = structlog.get_logger()
@@ -45,10 +36,6 @@ MAX_COMPLETION_CHARS = 50_000  # of the end, where the answer is
 _START_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 60.0
 _MAX_WAITING = 4096
-<<<<<<< HEAD
-_ATTEMPTS = 2
-_MODULE = "services.envgateway.rewards.math_worker"
-=======
 _ATTEMPTS = 3
 _MAX_SOUND = 4096
 _HARMLESS = "$\\frac{355}{113}$"  # nothing that a text comparison could decide
@@ -63,7 +50,6 @@ _OWN_DOING = {
     signal.SIGXCPU,
     signal.SIGSYS,
 }
->>>>>>> part-tools
 
 
 class MathPool:
@@ -71,17 +57,10 @@ class MathPool:
 
     def __init__(self, config: MathRewardConfig) -> None:
         self._config = config
-<<<<<<< HEAD
-        self._idle: asyncio.LifoQueue[Child | None] = asyncio.LifoQueue()  # None: a place without a process
-        for _ in range(config.num_workers):
-            self._idle.put_nowait(None)
-        self._workers: set[Child] = set()
-=======
         self._idle: asyncio.LifoQueue[MathProcess | None] = asyncio.LifoQueue()  # None: a place without a process
         for _ in range(config.num_workers):
             self._idle.put_nowait(None)
         self._workers: set[MathProcess] = set()
->>>>>>> part-tools
         self._waiting = 0
         self._sound: OrderedDict[str, bool] = OrderedDict()  # by reference answer
         self.counts: Counter[str] = Counter()
@@ -125,20 +104,10 @@ class MathPool:
                 except (WorkerOverdue, WorkerDied, WorkerStarved) as failure:
                     self._discard(worker)
                     worker = None
-<<<<<<< HEAD
-                    self.counts["timeouts"] += 1
-                    return grader_failed(f"grading took longer than {self._config.timeout_s:g} s")
-                except ChildDied:
-                    self._discard(worker)
-                    worker = None
-                    self.counts["crashes"] += 1
-                    log.warning("math_worker.died", attempt=attempt + 1)
-=======
                     crashes += isinstance(failure, WorkerDied) and failure.signal in _OWN_DOING
                     result, why = self._judged(failure, crashes), str(failure)
                     if result is not None:
                         return result, result.outcome is RewardOutcome.UNPARSED
->>>>>>> part-tools
                     continue
                 if answer["worn"]:
                     self._discard(worker)
@@ -158,9 +127,6 @@ class MathPool:
         for worker in list(self._workers):
             self._discard(worker)
 
-<<<<<<< HEAD
-    async def _borrow(self) -> Child | None:
-=======
     def _judged(self, failure: WorkerOverdue | WorkerDied | WorkerStarved, crashes: int) -> RewardResult | None:
         """The result of a grading that did not end well; None when it should be tried again."""
         if isinstance(failure, WorkerOverdue):
@@ -173,7 +139,6 @@ class MathPool:
         return None
 
     async def _borrow(self) -> MathProcess | None:
->>>>>>> part-tools
         if self._waiting >= _MAX_WAITING:
             raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
         self._waiting += 1
@@ -185,18 +150,13 @@ class MathPool:
         finally:
             self._waiting -= 1
 
-<<<<<<< HEAD
-    async def _start(self) -> Child:
-        worker = Child(_MODULE)
-=======
     async def _start(self) -> MathProcess:
         worker = MathProcess()
->>>>>>> part-tools
         self._workers.add(worker)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await worker.next_answer()  # it has imported what it needs
-        except (TimeoutError, ChildDied) as error:
+                await worker.start()
+        except (TimeoutError, WorkerDied) as error:
             self._discard(worker)
             raise InfrastructureError(f"the math grader does not start (is math-verify installed?): {error}") from error
         except asyncio.CancelledError:
@@ -204,11 +164,6 @@ class MathPool:
             raise
         return worker
 
-<<<<<<< HEAD
-    def _discard(self, worker: Child) -> None:
-        self._workers.discard(worker)
-        worker.kill()
-=======
     def _discard(self, worker: MathProcess) -> None:
         self._workers.discard(worker)
         worker.kill()
@@ -222,4 +177,3 @@ def _result(answer: dict[str, Any]) -> RewardResult:
     outcome = RewardOutcome(answer["outcome"])
     reward = 1.0 if outcome is RewardOutcome.CORRECT else 0.0
     return RewardResult(outcome=outcome, reward=reward, detail=answer["detail"])
->>>>>>> part-tools

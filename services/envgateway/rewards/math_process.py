@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+from services.envgateway.child import Child, ChildDied
 from services.envgateway.rewards.math_progress import Progress, make_shared
-from services.envgateway.sandbox.bare import procfs, wire
+from services.envgateway.sandbox.bare import procfs
 
-_ROOT = str(Path(__file__).resolve().parents[3])
+_MODULE = "services.envgateway.rewards.math_worker"
 
 
 class WorkerDied(Exception):
@@ -48,35 +45,21 @@ class MathProcess:
     """Serves one question at a time; while it is lent out nobody else has it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
         shared = make_shared()
-        # vfork and exec: no fork handler of grpc runs, and no secret of our environment goes along
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "services.envgateway.rewards.math_worker"),
-                *(str(theirs.fileno()), str(shared), str(os.getpid())),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)])},
-            cwd="/",
-            pass_fds=[theirs.fileno(), shared],
-            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
-        )
-        theirs.close()
+        self._child = Child(_MODULE, [str(shared), str(os.getpid())], pass_fds=[shared])
         self._progress = Progress(shared)
         os.close(shared)
-        ours.setblocking(False)
-        self._channel = ours
-        self._frames = wire.FrameReader()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     async def start(self) -> None:
         """Wait until it has imported what it needs. Raises ``WorkerDied``."""
-        await self._answer()
+        try:
+            await self._child.next_answer()
+        except ChildDied:
+            raise self._death() from None
 
     async def ask(self, frame: bytes, cpu_s: float) -> dict[str, Any]:
         """The answer to one question.
@@ -87,43 +70,27 @@ class MathProcess:
         loop = asyncio.get_running_loop()
         began = loop.time()
         wait_s = cpu_s
+        answer = asyncio.ensure_future(self._child.ask(frame))
         try:
-            await loop.sock_sendall(self._channel, frame)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
-        while True:
-            try:
-                async with asyncio.timeout(wait_s):
-                    return await self._answer()
-            except TimeoutError:
+            while True:
+                done, _ = await asyncio.wait({answer}, timeout=wait_s)
+                if done:
+                    return answer.result()
                 used_s = procfs.usage([self.pid]).cpu_s - self._progress.cpu_before_s
                 if used_s >= cpu_s:
-                    raise WorkerOverdue(self._progress.stage) from None
+                    raise WorkerOverdue(self._progress.stage)
                 if loop.time() - began >= _STARVED_FACTOR * cpu_s:
-                    raise WorkerStarved from None
+                    raise WorkerStarved
                 wait_s = max(cpu_s - used_s, _SHORTEST_WAIT_S)
+        except ChildDied:
+            raise self._death() from None
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)  # nobody reads the channel when it is closed
 
     def kill(self) -> None:
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()  # it was killed: this takes as long as the kernel needs
+        self._child.kill()
         self._progress.close()
 
-    async def _answer(self) -> dict[str, Any]:
-        while True:
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._channel, 65536)
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                raise self._death()
-            for head, _ in self._frames.feed(data):
-                return head
-
     def _death(self) -> WorkerDied:
-        """Its channel is closed, so it has ended or is about to."""
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = 0
-        return WorkerDied(-code if code < 0 else 0, self._progress.stage)
+        return WorkerDied(self._child.death_signal(), self._progress.stage)
