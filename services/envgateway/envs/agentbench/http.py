@@ -12,6 +12,9 @@ import orjson
 from services.common.errors import InfrastructureError
 
 
+_SHOWN_CHARS = 300
+
+
 class UnansweredError(Exception):
     """The request was sent, and no answer came: it may have been carried out."""
 
@@ -38,7 +41,7 @@ class Reply:
             if inner is None:
                 break
             body = inner
-        return (body if isinstance(body, str) else self.text).strip()[:500]
+        return (body if isinstance(body, str) else self.text).strip()[:_SHOWN_CHARS]
 
 
 class HttpConnection:
