@@ -136,8 +136,9 @@ class EnginePool:
 
     async def _close_game(self, worker: _Worker, number: int) -> None:
         try:
-            await worker.ask({"kind": "close", "game": number}, self._config.step_timeout_s, "closing a game")
-        except (InfrastructureError, CapacityError, _ProcessGone) as error:
+            request = {"kind": "close", "game": number}
+            await worker.ask(request, self._config.step_timeout_s, "closing a game", patience_s=None)
+        except (InfrastructureError, _ProcessGone) as error:
             log.warning("engine.close_failed", engine=self._engine, error=str(error))
 
 
@@ -175,8 +176,11 @@ class _Worker:
         self.games: set[int] = set()
         self.pid = child.pid
 
-    async def ask(self, request: dict[str, Any], timeout_s: float, what: str) -> Answer:
-        await self._take_turn()
+    async def ask(
+        self, request: dict[str, Any], timeout_s: float, what: str, patience_s: float | None = _QUEUE_TIMEOUT_S
+    ) -> Answer:
+        """``patience_s`` is for others to be done, each of whom has a deadline; ``timeout_s`` for the process itself."""
+        await self._take_turn(patience_s)
         if self.gone:
             self._turn.release()
             raise _ProcessGone(self.gone)
@@ -197,13 +201,13 @@ class _Worker:
             self.gone = "it was stopped"
             self._child.kill()
 
-    async def _take_turn(self) -> None:
+    async def _take_turn(self, patience_s: float | None) -> None:
         try:
-            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
+            async with asyncio.timeout(patience_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise CapacityError(
-                f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0
+                f"the {self._engine} engine was busy with other games for {patience_s:g} s", retry_after_s=1.0
             ) from None
 
     def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:
