@@ -59,7 +59,7 @@ async def test_stalled_calls_take_nobody_elses_thread_and_their_own_end_in_time(
     for call in stalled:
         call.cancel()
     await asyncio.wait(stalled)
-    assert threads.num_stalled == 2  # the other four had not begun
+    assert 2 <= threads.num_stalled <= 6  # the others had not begun, or began on a fresh thread
     assert await asyncio.wait_for(asyncio.gather(*(threads.run(int, n) for n in range(50))), 10) == list(range(50))
     release.set()
     async with asyncio.timeout(10):
