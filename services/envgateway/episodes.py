@@ -82,6 +82,7 @@ class EpisodeManager:
         self._lease_s = lease_s
         self._step_timeout_s = step_timeout_s
         self._clock = clock
+        self._closed = False
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
