@@ -86,7 +86,6 @@ class EpisodeManager:
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
-        self._closed = False
         self._lost: OrderedDict[str, str] = OrderedDict()  # why, for those who ask again
         self.counts: Counter[str] = Counter()
 
