@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -23,7 +23,7 @@ from services.orchestrator.buffer.split import rank_share
 from services.orchestrator.experience import Experience
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records
-from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.journal.writer import Journal, JournalReader
 
 log = structlog.get_logger()
@@ -199,7 +199,11 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
         )
     trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
     sequences = {
-        entry.sequence_id: trajectories[key].sequences[position]
+        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
         for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
     }
     return Batch(record=record, sequences=sequences, replayed=True)
+
+
+def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
+    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -1,6 +1,7 @@
 """What resolved slots become: statistics, filtered advantage groups, one buffer and one quota account per policy.
 
-    slot resolved -> quota; last slot -> advantage groups -> dynamic sampling -> buffer -> batch -> version published
+    slot resolved -> quota
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping -> buffer -> batch -> version published
 
 The same methods serve live operation and recovery, in journal order, so a restarted orchestrator holds what the earlier
 one held. Knows nothing about replicas, grpc, or how records became durable.
@@ -12,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from services.common.config.policy import BatchConfig
+from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
 from services.orchestrator.buffer.resample import resample_group
+from services.orchestrator.buffer.shaping import shape_group
 from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord
 
@@ -30,6 +32,9 @@ class StepStatistics:
     num_failures: int = 0
     num_groups_equal: int = 0
     num_expired: int = 0
+    num_shaped: int = 0  # sequences whose length was judged
+    num_overlong: int = 0
+    penalty_sum: float = 0.0
 
     def summary(self) -> dict[str, float]:
         """Without ``reward_mean`` when no trajectory came in since."""
@@ -40,6 +45,9 @@ class StepStatistics:
         }
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
+        if self.num_shaped:
+            values["overlong_share"] = self.num_overlong / self.num_shaped
+            values["overlong_penalty_mean"] = self.penalty_sum / self.num_shaped
         return values
 
 
@@ -64,6 +72,7 @@ class Experience:
                 for name, batch in policies.items()
             }
         )
+        self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
@@ -93,7 +102,7 @@ class Experience:
             self._completed(group)
 
     def _completed(self, group: TaskGroup) -> None:
-        for advantage_group in advantage_groups(group):
+        for advantage_group in advantage_groups(group, self._group_by):
             self._take_in(advantage_group)
         if not self._buffered[group.id]:
             del self._buffered[group.id]
@@ -116,6 +125,8 @@ class Experience:
                 self._since_batch[policy].num_groups_equal += 1
                 return
             group = kept
+        if config.overlong_penalty is not None:
+            group = self._shaped(group, config.overlong_penalty)
         if self.admission.accounts[policy].steps_left == 0:
             self._drop(group, "sequences_surplus")
         elif not self.buffers[policy].add(group):
@@ -123,6 +134,14 @@ class Experience:
             self._drop(group, "sequences_expired")
         else:
             self._buffered[group.task_group_id] += 1
+
+    def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
+        shaped, penalties = shape_group(group, config)
+        since = self._since_batch[group.policy]
+        since.num_shaped += len(penalties)
+        since.num_overlong += sum(penalty > 0 for penalty in penalties)
+        since.penalty_sum += sum(penalties)
+        return shaped
 
     def _drop(self, group: AdvantageGroup, counter: str) -> None:
         self.admission.returned(group.policy, group.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.base import Section
@@ -31,6 +31,21 @@ class ResampleConfig(Section):
     """The metric of a sequence that is its penalty; a sequence without it has none."""
 
 
+class OverlongPenaltyConfig(Section):
+    max_tokens: int = Field(ge=1)
+    """A sequence in which the policy wrote this many tokens or more pays all of `factor`."""
+    buffer_tokens: int = Field(ge=1)
+    """The penalty grows from 0 over this many tokens below `max_tokens` (DAPO: 4096 below 20,480)."""
+    factor: float = Field(default=1.0, gt=0)
+    """The largest penalty, taken off the reward."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongPenaltyConfig:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+
 class BatchConfig(Section):
     size: int = Field(default=256, ge=1)
     """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
@@ -42,8 +57,14 @@ class BatchConfig(Section):
     """`deadline`: oldest version first. `fifo`: first complete, first trained."""
     dynamic_sampling: bool = True
     """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
+    group_by: Literal["attempt", "policy"] = "attempt"
+    """Which sequences of a task group are compared with each other: `attempt`, those of one role and attempt, so that first
+    tries and retries are normalised apart; `policy`, all of the policy."""
     resample: ResampleConfig | None = None
     """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out, all of it."""
+    overlong_penalty: OverlongPenaltyConfig | None = None
+    """DAPO: long sequences pay. Taken off rewards after dynamic sampling and `resample` have judged them as they came, and
+    before a group's statistics are stamped. Left out, nobody pays."""
 
 
 class TrainerConfig(Section):

@@ -35,6 +35,7 @@ def assemble(
                 group_size=group.size,
                 staleness=0 if oldest is None else training_step - 1 - oldest,
                 num_tokens=tokens,
+                reward=float(member.sequence.reward),
             )
         )
         positions[minibatch] += 1

@@ -69,6 +69,7 @@ class BatchEntry:
     group_size: int
     staleness: int
     num_tokens: int
+    reward: float | None = None  # what is trained on; None: as it is in the trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +262,7 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "group_size": e.group_size,
                 "staleness": e.staleness,
                 "num_tokens": e.num_tokens,
+                "reward": e.reward,
             }
             for e in batch.entries
         ],
