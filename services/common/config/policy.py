@@ -46,6 +46,15 @@ class OverlongPenaltyConfig(Section):
         return self
 
 
+class ReplayConfig(Section):
+    ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a batch's `size` that is drawn again from groups that were trained before, while there are any. 0 is off."""
+    capacity: int = Field(default=10_000, ge=1)
+    """Trained sequences that are kept for it; the oldest arrivals leave first."""
+    max_staleness: int = Field(default=8, ge=1)
+    """Largest age, in versions, of a replayed sequence; of its own, beside the batch's `max_staleness`."""
+
+
 class BatchConfig(Section):
     size: int = Field(default=256, ge=1)
     """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
@@ -65,6 +74,23 @@ class BatchConfig(Section):
     overlong_penalty: OverlongPenaltyConfig | None = None
     """DAPO: long sequences pay. Taken off rewards after dynamic sampling and `resample` have judged them as they came, and
     before a group's statistics are stamped. Left out, nobody pays."""
+    replay: ReplayConfig = ReplayConfig()
+    """Train a part of each batch a second time. A batch then waits for fewer fresh sequences, and is smaller than `size`
+    while too few are young enough to be replayed."""
+
+    @property
+    def fresh_size(self) -> int:
+        """Sequences of a batch, at least, that were never trained before."""
+        return max(1, self.size - round(self.replay.ratio * self.size))
+
+    @model_validator(mode="after")
+    def _fresh_minibatches(self) -> BatchConfig:
+        if self.replay.ratio > 0 and self.minibatches > self.fresh_size:
+            raise ValueError(
+                f"minibatches ({self.minibatches}) exceeds the {self.fresh_size} fresh sequences that replay.ratio "
+                f"{self.replay.ratio:g} leaves of size {self.size}: a minibatch needs at least one sequence"
+            )
+        return self
 
 
 class TrainerConfig(Section):

@@ -70,6 +70,7 @@ class BatchEntry:
     staleness: int
     num_tokens: int
     reward: float | None = None  # what is trained on; None: as it is in the trajectory
+    replayed: bool = False  # an earlier batch had it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +264,7 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "staleness": e.staleness,
                 "num_tokens": e.num_tokens,
                 "reward": e.reward,
+                "replayed": e.replayed,
             }
             for e in batch.entries
         ],
