@@ -110,8 +110,12 @@ def tree_of(name: str) -> dict[str, Any]:
     return validate(RECIPES[name], source=name).model_dump(mode="json")
 
 
+def no_world(environment: str, tree: Mapping[str, Any]) -> None:
+    """The recipe's own environment and tasks are taken."""
+
+
 def small(name: str) -> dict[str, Any]:
-    return tiny(tree_of(name), rows_here)
+    return tiny(tree_of(name), rows_here, no_world)
 
 
 def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -138,7 +142,7 @@ def no_rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_recipe_is_about_stays(name: str) -> None:
     before = tree_of(name)
     untouched = copy.deepcopy(before)
-    after = tiny(before, rows_here)
+    after = tiny(before, rows_here, no_world)
     assert before == untouched, "the tree that was given is left as it is"
     found = list(differences(before, validate(after, source=name).model_dump(mode="json")))
     assert not [".".join(path) for path in found if not allowed(path)]
@@ -178,7 +182,7 @@ def test_the_share_that_resampling_keeps_stays() -> None:
 def test_a_services_own_script_stays() -> None:
     tree = tree_of("math")
     tree["inference"]["a"]["forced"]["script"] = "my.module:speak"
-    assert tiny(tree, rows_here)["inference"]["a"]["forced"]["script"] == "my.module:speak"
+    assert tiny(tree, rows_here, no_world)["inference"]["a"]["forced"]["script"] == "my.module:speak"
 
 
 def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +247,7 @@ def test_settings_of_the_command_line_count_after_the_profile(tmp_path: Path) ->
 
 def test_ports_of_variables_count_last(tmp_path: Path) -> None:
     path = written(tmp_path, BASE)
-    recipe = load_recipe(path, [], {"ORCHESTRATOR_PORT": "50123"}, lambda tree: tiny(tree, rows_here))
+    recipe = load_recipe(path, [], {"ORCHESTRATOR_PORT": "50123"}, lambda tree: tiny(tree, rows_here, no_world))
     assert recipe.orchestrator.port == 50123
 
 

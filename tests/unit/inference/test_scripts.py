@@ -198,12 +198,13 @@ async def test_code_between_the_tags_is_code() -> None:
     assert {find_call(texts[0]) for texts in played.texts} >= {"print(42)", "print(1 // 0)"}
 
 
-async def test_an_episode_follows_the_expert_to_the_end_or_wanders() -> None:
+async def test_an_episode_follows_the_expert_to_the_end_or_idles() -> None:
     played = await play("agent_env", {"index": 3, "expert": EXPERT}, policy="model0", max_turns=5)
     assert about_half([reward == 1.0 for reward in played.rewards])
     for reward, texts in zip(played.rewards, played.texts, strict=True):
         actions = [text.rpartition("ACTION: ")[2] for text in texts]
-        assert actions == EXPERT if reward else set(actions) <= {"look", "dance"}
+        assert actions == EXPERT if reward else set(actions) == {"look"}
+        assert reward or len(set(texts)) == 1, "equal replies: task servers end that early"
 
 
 @pytest.mark.parametrize(
