@@ -92,6 +92,48 @@ def check(
     console.print(describe(resolved))
 
 
+@app.command("eval")
+def evaluate(
+    recipe: RecipeArgument,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A run directory, a Hugging Face model directory or hub name, or POLICY=PATH. May be repeated. Left out: "
+            "what the recipe starts from."
+        ),
+    ] = None,
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as one JSON object on the last line.")
+    ] = False,
+) -> None:
+    """Evaluate checkpoints on a recipe's datasets: avg@k and pass@k with 95% intervals, a table and a picture.
+
+    For example `millrace eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. Nothing is trained. Failed
+    tasks count as wrong and are listed.
+    """
+    from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+    from services.cli.profiles import load_with_profile
+    from services.cli.run import prepare
+    from services.cli.run import run as run_recipe
+
+    resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
+    resolved, run_dir = prepare(resolved)
+    console.print(f"[bold]{resolved.name}[/bold]\nrun directory: {run_dir}", highlight=False)
+    for name, policy in resolved.policies.items():
+        console.print(f"  {name}: {policy.model.path or 'made by the recipe'}", highlight=False, soft_wrap=True)
+    outcome = run_recipe(resolved, run_dir, console)
+    evaluations = outcome.summary["evaluations"]
+    console.print(scores_table(evaluations))
+    if failed := failed_items(evaluations):
+        console.print(f"failed, and counted as wrong: {'; '.join(failed)}", style="yellow", soft_wrap=True)
+    picture = plot_scores(evaluations, resolved.name, run_dir / "eval.png")
+    console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
+
+
 @app.command()
 def resolve(
     recipe: RecipeArgument,

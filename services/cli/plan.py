@@ -38,7 +38,7 @@ def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
                 threads=service.threads,
             )
         )
-    for name, policy in recipe.policies.items():
+    for name, policy in recipe.policies.items() if recipe.run.steps else ():
         arguments = ("--policy", name, "--orchestrator", orchestrator, "--run-dir", str(run_dir))
         ranks = policy.trainer.num_ranks
         module = ("services.trainer",) if ranks == 1 else ("services.trainer.launch_ranks", f"--num-ranks={ranks}")

@@ -63,49 +63,57 @@ async def _cells(process: LiveProcess, *codes: str) -> CellResult:
     return result
 
 
-@pytest.mark.parametrize(
-    ("cells", "printed"),
-    [
-        (["x = 41", "x + 1"], b"42\n"),
-        (["import math\ndef f(n):\n    return math.factorial(n)", "print(f(5))\nf(4)"], b"120\n24\n"),
-        (["class A:\n    b = 1", "A.b", "_ + 1"], b"2\n"),
-        (["open('f', 'w').write('kept')", "open('f').read()"], b"'kept'\n"),
-        (["1/0", "x", "'still here'"], b"'still here'\n"),
-        (["x = 5\nimport sys\nsys.exit()", "x"], b"5\n"),
-        (["from __future__ import annotations\nx: undefined = 1", "x"], b"1\n"),
-        (["None", "pass", ""], b""),
-        (["import sys\nsys.stdout.write('no newline')"], b"no newline10\n"),
-        (["import os\nos.write(1, b'raw ')\nprint('text')"], b"raw text\n"),
-        (["a = [", "a = [1]\na"], b"[1]\n"),
-        (["__name__"], b"'__main__'\n"),
-        (["s = 'é\\ud83d\\ude00'\nlen(s)", "'é'"], "'é'\n".encode()),
-    ],
-)
-async def test_the_state_is_kept_between_cells(process: LiveProcess, cells: list[str], printed: bytes) -> None:
-    result = await _cells(process, *cells)
-    assert (result.status, result.stdout, result.alive) == (S.OK, printed, True)
+KEPT = [
+    (["x = 41", "x + 1"], b"42\n"),
+    (["import math\ndef f(n):\n    return math.factorial(n)", "print(f(5))\nf(4)"], b"120\n24\n"),
+    (["class A:\n    b = 1", "A.b", "_ + 1"], b"2\n"),
+    (["open('f', 'w').write('kept')", "open('f').read()"], b"'kept'\n"),
+    (["1/0", "x", "'still here'"], b"'still here'\n"),
+    (["x = 5\nimport sys\nsys.exit()", "x"], b"5\n"),
+    (["from __future__ import annotations\nx: undefined = 1", "x"], b"1\n"),
+    (["None", "pass", ""], b""),
+    (["import sys\nsys.stdout.write('no newline')"], b"no newline10\n"),
+    (["import os\nos.write(1, b'raw ')\nprint('text')"], b"raw text\n"),
+    (["a = [", "a = [1]\na"], b"[1]\n"),
+    (["__name__"], b"'__main__'\n"),
+    (["s = 'é\\ud83d\\ude00'\nlen(s)", "'é'"], "'é'\n".encode()),
+]
+RAISED = [
+    (["def f():\n    return 1 / 0", "f()"], b'File "<cell 1>", line 2, in f\n    return 1 / 0'),
+    (["x ="], b"SyntaxError"),
+    (["return 1"], b"'return' outside function"),
+    (["input()"], b"EOFError"),
+    (["import sys\nsys.exit('told')"], b"told"),
+    (["raise KeyboardInterrupt"], b"KeyboardInterrupt"),
+    (["def f(): f()\nf()"], b"RecursionError"),
+    (["!pip install x"], b"SyntaxError"),
+    (["import torch"], b"ModuleNotFoundError"),
+]
 
 
-@pytest.mark.parametrize(
-    ("cells", "told"),
-    [
-        (["def f():\n    return 1 / 0", "f()"], b'File "<cell 1>", line 2, in f\n    return 1 / 0'),
-        (["x ="], b"SyntaxError"),
-        (["return 1"], b"'return' outside function"),
-        (["input()"], b"EOFError"),
-        (["import sys\nsys.exit('told')"], b"told"),
-        (["raise KeyboardInterrupt"], b"KeyboardInterrupt"),
-        (["def f(): f()\nf()"], b"RecursionError"),
-        (["!pip install x"], b"SyntaxError"),
-        (["import torch"], b"ModuleNotFoundError"),
-    ],
-)
-async def test_a_cell_that_raises_shows_its_traceback_and_nothing_of_ours(
-    process: LiveProcess, cells: list[str], told: bytes
-) -> None:
+async def _fresh(pool: SandboxPool, *cells: str) -> CellResult:
+    """The last cell's result, in a process of its own."""
+    process = await LiveProcess.start(pool.live, LIVE, "")
     result = await _cells(process, *cells)
-    assert result.status is S.RUNTIME_ERROR and told in result.stderr and b"cells.py" not in result.stderr
-    assert (await process.run("'goes on'")).stdout == b"'goes on'\n"
+    assert result.alive and (await process.run("'goes on'")).stdout == b"'goes on'\n", cells
+    await process.close()
+    await _gone(pool)
+    return result
+
+
+async def test_the_state_is_kept_between_cells(pool: SandboxPool) -> None:
+    for cells, printed in KEPT:
+        result = await _fresh(pool, *cells)
+        assert (result.status, result.stdout) == (S.OK, printed), cells
+    await assert_clean(pool)
+
+
+async def test_a_cell_that_raises_shows_its_traceback_and_nothing_of_ours(pool: SandboxPool) -> None:
+    for cells, told in RAISED:
+        result = await _fresh(pool, *cells)
+        assert result.status is S.RUNTIME_ERROR and told in result.stderr, cells
+        assert b"cells.py" not in result.stderr
+    await assert_clean(pool)
 
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(60)", "sum(1 for _ in iter(int, 1))"])
