@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.profiles import load_with_profile, rows_here
+from services.cli.here import rows_here, world_here
+from services.cli.profiles import load_with_profile
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
@@ -222,6 +224,57 @@ def printed_by(program: str, stdin: str) -> str:
     printed: list[str] = []
     exec(program, {"input": lambda: stdin, "print": lambda value: printed.append(f"{value}\n")})
     return "".join(printed)
+
+
+def agents(environment: str, runs: Path, **gateway: Any) -> dict[str, Any]:
+    """The tree of a recipe that plays episodes."""
+    workflow = {"name": "agent_env", "settings": {"environment": environment}}
+    tree = {**RECIPES["agents"], "run": {"steps": 1200, "dir": str(runs)}, "workflow": workflow, "envgateway": gateway}
+    return validate(tree, source="agents").model_dump(mode="json")
+
+
+def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
+    recipe = validate(tiny(agents("webshop", tmp_path), rows_here, world_here), source="t")
+    assert recipe.envgateway is not None
+    assert recipe.envgateway.webshop.data == tmp_path / "worlds" / "webshop-catalogue"
+    assert (tmp_path / "worlds" / "webshop-catalogue" / "items_human_ins.json").is_file()
+    for dataset in (recipe.data.train, *recipe.data.evaluation.values()):
+        assert open_source(dataset, seed=1)[1].data == {"id": "1", "index": 1, "messages": []}
+
+
+def test_a_shop_of_the_recipe_is_kept_and_one_of_the_data_root_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
+    assert made["envgateway"]["webshop"]["data"] == str(own)
+    (tmp_path / "webshop_made").mkdir()
+    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    made = tiny(agents("webshop", tmp_path), rows_here, world_here)
+    assert made["envgateway"]["webshop"]["data"] == str(tmp_path / "webshop_made")
+    assert not (tmp_path / "worlds").exists()
+
+
+def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> None:
+    for name, commands in (("long", ["go", "take", "go", "put"]), ("short", ["go", "put"]), ("unknown", [])):
+        game = tmp_path / "own" / "json_2.1.1" / name / "game.tw-pddl"
+        game.parent.mkdir(parents=True)
+        game.write_text(json.dumps({"walkthrough": commands}))
+    tree = agents("alfworld", tmp_path, alfworld={"data": str(tmp_path / "own")})
+    recipe = validate(tiny(tree, rows_here, world_here), source="t")
+    source = open_source(recipe.data.train, seed=1)
+    assert [source[row].data["expert"] for row in range(len(source))] == [["go", "put"], ["go", "take", "go", "put"]]
+    assert source[0].data["game"] == "json_2.1.1/short/game.tw-pddl"
+
+
+def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
+    pytest.importorskip("fast_downward", reason="the extra alfworld is not installed")
+    for _ in range(2):  # the second time they are there
+        made = tiny(agents("alfworld", tmp_path), rows_here, world_here)
+    folder = Path(made["envgateway"]["alfworld"]["data"])
+    assert len(list(folder.rglob("game.tw-pddl"))) == 24
+    assert [path.name for path in (tmp_path / "worlds").iterdir()] == ["alfworld-houses"]
 
 
 def test_a_dataset_nobody_knows_is_told() -> None:
