@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.cli.free_ports import free_ports, is_free
 from services.common.config.recipe import Recipe, warm_start_dir
 
 
@@ -73,17 +73,9 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     sections = [tree["orchestrator"], *tree["inference"].values()]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
-    held: list[socket.socket] = []  # all held until the end, so that no two get the same
-    try:
-        for section in sections:
-            if section["port"] == 0:
-                listener = socket.socket()
-                listener.bind(("127.0.0.1", 0))
-                held.append(listener)
-                section["port"] = listener.getsockname()[1]
-    finally:
-        for listener in held:
-            listener.close()
+    open_sections = [section for section in sections if section["port"] == 0]
+    for section, port in zip(open_sections, free_ports(len(open_sections)), strict=True):
+        section["port"] = port
     return Recipe.model_validate(tree)
 
 
@@ -91,14 +83,8 @@ def ports_in_use(recipe: Recipe) -> list[str]:
     """The settings whose port somebody else holds on this machine, with what to do."""
     problems = []
     for where, port in recipe.ports():
-        if not port:
-            continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
+        if port and not is_free(port):
+            problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
 
 
