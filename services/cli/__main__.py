@@ -45,6 +45,7 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
+    from services.cli.check import check_launch
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
     from services.common.config.loading import load_recipe
@@ -55,7 +56,9 @@ def run(
     if resume is not None:
         resolved, run_dir = reopen(resume)
     else:
-        resolved, run_dir = prepare(load_recipe(Path(str(recipe)), set_ or ()))
+        loaded = load_recipe(Path(str(recipe)), set_ or ())
+        check_launch(loaded)
+        resolved, run_dir = prepare(loaded)
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:

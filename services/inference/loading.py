@@ -49,7 +49,7 @@ def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_
         return _load_scripted(policy, settings, config, on_tokens)
     if config.engine == "torch":
         return _load_torch(policy, settings, config, on_tokens)
-    raise ConfigError(f"inference: engine {config.engine} is not in this version; write engine: torch or scripted")
+    raise ConfigError(f"inference: engine {config.engine} cannot be started by this version; write engine: torch")
 
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:

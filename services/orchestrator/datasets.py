@@ -165,6 +165,10 @@ class NormalisedSource:
 
 def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
     entry = known(name)
+    if entry.indices is not None:
+        return ListSource(
+            [{"index": index} for index in entry.indices[: config.limit]], config.id_field or "index", name
+        )
     path = local_file(name)
     if path is not None:
         source: TaskSource = JsonlSource(path, config.id_field, config.limit)
