@@ -211,6 +211,26 @@ def weights(
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
 
 
+data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command()
+def rstar2(
+    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+) -> None:
+    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
+    from services.orchestrator.rows.rstar2 import process_train_dataset
+
+    done = process_train_dataset(inputs, output)
+    console.print(
+        f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 @app.command()
 def replay(
     run: RunArgument,

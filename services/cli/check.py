@@ -133,9 +133,9 @@ def _missing_packages(recipe: Recipe) -> list[str]:
 
 def _check_data(where: str, config: DatasetConfig) -> None:
     if config.generator is None and config.path is not None and not Path(config.path).exists():
-        if Path(config.path).suffix in (".jsonl", ".json", ".ndjson") or config.path.startswith(("/", ".")):
+        if Path(config.path).suffix in (".jsonl", ".json", ".ndjson", ".parquet") or config.path.startswith(("/", ".")):
             raise ConfigError(
-                f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name"
+                f"{where}.path: {config.path} does not exist; write an existing jsonl or parquet file, or a dataset name"
             )
         return  # a hub name: fetched on first use
     from services.orchestrator.catalogue import is_fetched, must_be_fetched_by_hand
