@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -18,11 +18,20 @@ import orjson
 
 from services.common.aio import deadline
 from services.common.errors import CapacityError, ConfigError, InfrastructureError
-from services.common.pb import environment_pb2, environment_pb2_grpc
+from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.rpc.channel import DEADLINES, channel, translated_errors
 from services.common.types import Task
 from services.inference.gauges import WaitShares
-from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Reward, Step
+from services.inference.serde_judge import judge_request, outcomes_from_proto
+from services.inference.workflows.base import (
+    CaseOutcome,
+    Episode,
+    Execution,
+    ExecutionStatus,
+    JudgeCase,
+    Reward,
+    Step,
+)
 
 T = TypeVar("T")
 
@@ -50,6 +59,7 @@ class GatewayClient:
         self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
         self._execution: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
         self._rewards: environment_pb2_grpc.RewardServiceAsyncStub | None = None
+        self._judge: judge_pb2_grpc.JudgeServiceAsyncStub | None = None
         self.address = ""
 
     def connect(self, address: str) -> None:
@@ -62,6 +72,7 @@ class GatewayClient:
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
         self._execution = environment_pb2_grpc.CodeExecutionServiceStub(connection)
         self._rewards = environment_pb2_grpc.RewardServiceStub(connection)
+        self._judge = judge_pb2_grpc.JudgeServiceStub(connection)
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
@@ -140,6 +151,17 @@ class GatewayClient:
             unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,
             detail=response.detail,
         )
+
+    async def judge(
+        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
+    ) -> tuple[CaseOutcome, ...]:
+        stub = self._connected(self._judge)
+        request = judge_request(
+            _encodable(code), cases, entry_point=entry_point, case_time_s=case_time_s, request_id=uuid.uuid4().hex
+        )
+        timeout = (DEADLINES["Judge"] or 0.0) + EXECUTION_MARGIN_S + len(cases) * case_time_s
+        response = await self._call("judge", lambda: stub.Judge(request, timeout=timeout))
+        return outcomes_from_proto(response, len(cases))
 
     async def stop(self) -> None:
         for connection in self._channels:

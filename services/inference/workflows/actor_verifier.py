@@ -48,6 +48,8 @@ Solve the problem again from the beginning. Use what is right in the checker's w
 class ActorVerifierSettings(PromptSettings):
     verifier: str = "model1"
     """The policy that checks. `policy` is the one that solves."""
+    verifier_thinking: bool | None = None
+    """`thinking` of the verifier."""
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     verify_prompt: str = VERIFY
@@ -75,7 +77,13 @@ class ActorVerifier:
         solver = context.policy(settings.policy or "model0")
         verifier = context.policy(settings.verifier)
 
-        first = Conversation(solver, messages, context.sampling, max_prompt_tokens=settings.max_prompt_tokens)
+        first = Conversation(
+            solver,
+            messages,
+            context.sampling,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            thinking=settings.thinking,
+        )
         solution = await first.generate()
         first_reward = await self._grade(context.gateway, task, solution.text)
         sequences = [_solution(first, solution, first_reward.value, first_reward.unparsed, attempt=0)]
@@ -113,7 +121,12 @@ class ActorVerifier:
     ) -> tuple[Conversation, Turn] | None:
         prompt = fill(self._settings.verify_prompt, problem=problem, solution=solution.text)
         try:
-            check = Conversation(verifier, [{"role": "user", "content": prompt}], context.sampling)
+            check = Conversation(
+                verifier,
+                [{"role": "user", "content": prompt}],
+                context.sampling,
+                thinking=self._settings.verifier_thinking,
+            )
         except PromptTooLongError:
             return None
         return check, await check.generate()
@@ -127,7 +140,10 @@ class ActorVerifier:
         prompt = fill(settings.retry_prompt, problem=problem, review=review)
         try:
             second = Conversation(
-                context.policy(settings.policy or "model0"), with_last_text(messages, prompt), context.sampling
+                context.policy(settings.policy or "model0"),
+                with_last_text(messages, prompt),
+                context.sampling,
+                thinking=settings.thinking,
             )
         except PromptTooLongError:
             return None

@@ -97,6 +97,7 @@ class AgentEnv:
             context.sampling,
             max_prompt_tokens=settings.max_prompt_tokens,
             max_response_tokens=settings.max_response_tokens,
+            thinking=settings.thinking,
         )
 
     def _max_turns(self, purpose: Purpose) -> int:

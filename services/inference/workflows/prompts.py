@@ -26,6 +26,8 @@ class PromptSettings(Section):
     """System turn before a prompt that has none."""
     instruction: str = ""
     """Text after the last user turn, such as " Reason step by step and put the answer into \\boxed{}."."""
+    thinking: bool | None = None
+    """Turn the thinking of the chat template on or off, where it has that (Qwen3); left out, its default."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is a failed rollout (PROMPT_TOO_LONG); left out, the context is the bound."""
 

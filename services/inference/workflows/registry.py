@@ -18,6 +18,7 @@ from services.inference.workflows.base import Workflow
 WORKFLOWS: dict[str, str] = {
     "actor_verifier": "services.inference.workflows.actor_verifier:ActorVerifier",
     "agent_env": "services.inference.workflows.agent_env:AgentEnv",
+    "codegen_verifier": "services.inference.workflows.codegen_verifier:CodegenVerifier",
     "single_turn": "services.inference.workflows.single_turn:SingleTurn",
     "tool_math": "services.inference.workflows.tool_math:ToolMath",
     "tool_use": "services.inference.workflows.tool_use:ToolUse",

@@ -33,6 +33,7 @@ class SingleTurn:
             messages,
             context.sampling,
             max_prompt_tokens=self._settings.max_prompt_tokens,
+            thinking=self._settings.thinking,
         )
         turn = await conversation.generate()
         reward = await self._grade(context.gateway, task, turn.text)

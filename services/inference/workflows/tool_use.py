@@ -115,6 +115,7 @@ class ToolUse:
             tools=self._schemas if listed_by_template else None,
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
+            thinking=self._settings.thinking,
         )
 
     async def _play(
