@@ -17,7 +17,7 @@ from services.common.pb import judge_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import PythonTool, ToolBox
+from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
@@ -31,8 +31,9 @@ from services.envgateway.rewards.registry import Rewards
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
 from services.envgateway.servicer_judge import JudgeServicer
-
-_TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
+from services.envgateway.taskserver.server import TaskServer
+from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.registry import ToolBox, load_tools
 
 
 class Gateway:
@@ -44,16 +45,15 @@ class Gateway:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
         self._math = MathPool(config.math)
-        timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
         self._rewards = Rewards(self._math, self.queue)
         self._tools = ToolBox(
-            [
-                PythonTool(self.queue, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
-            ]
+            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
-        environments = EnvironmentRegistry(config.environments, EnvironmentContext(self._rewards, self._tools))
+        self._environments = EnvironmentRegistry(
+            config.environments, EnvironmentContext(self._rewards, self._tools), make_worlds(config)
+        )
+        environments = self._environments
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
         self.server = Server(
@@ -82,6 +82,7 @@ class Gateway:
         )
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
         self.http = _make_http(config, self.queue, self._rewards)
+        self.task_server = _make_task_server(config, self._episodes, environments)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
@@ -89,6 +90,8 @@ class Gateway:
         port = await self.server.start()
         if self.http is not None:
             await self.http.start()
+        if self.task_server is not None:
+            await self.task_server.start()
         self._tasks.start(self._episodes.expire_forever(), "expire episodes")
         self.server.set_ready()
         return port
@@ -97,9 +100,12 @@ class Gateway:
         """Refuse, drain, close: calls first, then what they use."""
         if self.http is not None:
             await self.http.stop()
+        if self.task_server is not None:
+            await self.task_server.stop()
         await self.server.stop()
         await self._tasks.close()
         await self._episodes.close_all()
+        await self._environments.close()
         await self.queue.close()
         await asyncio.gather(self._math.close(), self._sandbox.close())
 
@@ -135,15 +141,27 @@ def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> 
     return HttpServer(config.http, config.host, queue, submissions)
 
 
+def _make_task_server(
+    config: EnvGatewayConfig, episodes: EpisodeManager, environments: EnvironmentRegistry
+) -> TaskServer | None:
+    if config.task_server.port is None:
+        return None
+    return TaskServer(config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s)
+
+
 async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None) -> None:
     """Serve until SIGTERM or SIGINT."""
     gateway = Gateway(config, sandbox, run_id, redis_uri)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
+    broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
     try:
         await asyncio.sleep(0)
         await gateway.start()
-        await stop_asked
+        ended, _ = await asyncio.wait((stop_asked, broken), return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            await task  # a supervisor can restart a dead gateway, not one that has lost its way to the workers
     finally:
         stop_asked.cancel()
+        broken.cancel()
         await gateway.stop()

@@ -3,8 +3,8 @@
 Invariants
 - One create per request id: a repeated one gives the same episode.
 - One result per (episode, turn): a repeated turn gives the stored result, or joins the step that runs.
-- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that raised
-  anything else, or stalled, is closed.
+- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that was lost,
+  raised anything else, or stalled, is closed.
 - Whoever is silent for longer than the lease loses the episode; a step that runs keeps it.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,19 +23,19 @@ import structlog
 from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,
-    InfrastructureError,
     InvalidRequestError,
     MillraceError,
     StateError,
 )
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.envs.base import Environment, Observation, StepResult
+from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
 
 log = structlog.get_logger()
 
 STEP_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 _LONGEST_SWEEP_PAUSE_S = 5.0
+_REMEMBERED_LOSSES = 1024
 
 Result = TypeVar("Result")
 
@@ -84,6 +84,7 @@ class EpisodeManager:
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
+        self._lost: OrderedDict[str, str] = OrderedDict()  # why, for those who ask again
         self.counts: Counter[str] = Counter()
 
     @property
@@ -113,13 +114,15 @@ class EpisodeManager:
         """Take one turn, counted from 1.
 
         Raises:
-            EpisodeNotFoundError: it was closed or has expired.
+            EpisodeLostError: with this turn; asking again raises ``EpisodeNotFoundError``.
+            EpisodeNotFoundError: it was closed, was lost or has expired.
             StateError: it is over, or another step runs.
             InvalidRequestError: the turn is neither the next nor an earlier one.
         """
         episode = self._episodes.get(episode_id)
         if episode is None:
-            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed or has expired")
+            why = self._lost.get(episode_id, "it was closed or has expired")
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: {why}")
         episode.expires = self._clock() + self._lease_s
         taken = len(episode.results)
         if 1 <= turn <= taken:
@@ -133,7 +136,14 @@ class EpisodeManager:
             episode.running = asyncio.create_task(self._take_turn(episode, action), name=f"step {episode_id}")
         elif episode.running_action != action:
             raise StateError(f"turn {turn} is being taken with another action")
-        return await asyncio.shield(episode.running)
+        return await self._joined(episode.running, episode_id)
+
+    async def _joined(self, turn: asyncio.Task[StepResult], episode_id: str) -> StepResult:
+        """Wait for a turn that goes on without its callers, and tell them apart from it when it is cancelled."""
+        await asyncio.wait([turn])
+        if turn.cancelled():
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed while a turn was being taken")
+        return turn.result()
 
     async def close(self, episode_id: str) -> None:
         """End an episode; one that is unknown has ended already."""
@@ -180,7 +190,10 @@ class EpisodeManager:
             result: StepResult = await self._within_deadline(
                 call_plain_or_async(episode.environment.step, action), "step"
             )
-        except _EnvironmentFailed:
+        except EpisodeLostError as error:
+            self._lost[episode.id] = f"it was lost: {error.message}"
+            while len(self._lost) > _REMEMBERED_LOSSES:
+                self._lost.popitem(last=False)
             await self._end(episode, "failed")
             raise
         finally:
@@ -220,5 +233,5 @@ class EpisodeManager:
             log.warning("environment.close_failed", exc_info=error)
 
 
-class _EnvironmentFailed(InfrastructureError):
+class _EnvironmentFailed(EpisodeLostError):
     """The environment is in no state to go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -82,3 +82,28 @@ class AgentBenchConfig(Section):
     release_leaked_slots: bool = True
     """Ask a classic controller to synchronise with its workers after a task raised: it forgets the session, not the
     slot."""
+
+
+class ServedTaskConfig(Section):
+    environment: str = ""
+    """Environment of the gateway; left out, the task's own name."""
+    first: int = Field(default=0, ge=0)
+    """Leaves out the indices before this place in the environment's list."""
+    end: int | None = Field(default=None, ge=1)
+    """Leaves out the indices from this place on. An environment that cannot list its tasks needs it: its indices are
+    the numbers up to here, and seed the episodes."""
+    concurrency: int = Field(default=256, ge=1)
+    """Conversations at once."""
+    row: dict[str, Any] = {}
+    """Goes into the row of every task, beside its `index`, such as `{environment: {max_turns: 20}}`."""
+
+
+class TaskServerConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """Also serve episodes over the HTTP protocols of AgentBench; its clients expect 5000, 0 takes a free port.
+    Variable: TASK_SERVER_PORT."""
+    environments: dict[str, ServedTaskConfig] = {}
+    """Task name -> what it is. The first is also served without a name. Left out: every environment that can list its
+    tasks."""
+    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """Largest request."""

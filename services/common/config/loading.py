@@ -159,6 +159,8 @@ def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     variables: dict[str, tuple[str, ...]] = {"ORCHESTRATOR_PORT": ("orchestrator", "port")}
     if tree.get("envgateway", {}) is not None:
         variables["ENVGATEWAY_PORT"] = ("envgateway", "port")
+        variables["TASK_SERVER_PORT"] = ("envgateway", "task_server", "port")
+        variables["CODE_JUDGE_PORT"] = ("envgateway", "http", "port")
     for name in tree.get("inference") or ():
         variables[f"INFERENCE_{_variable(name)}_PORT"] = ("inference", name, "port")
     for name in tree.get("policies") or ():

@@ -21,11 +21,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from services.common.errors import InfrastructureError
-from services.envgateway.envs.tools import ToolBox
 from services.envgateway.rewards.registry import Rewards
+from services.envgateway.tools.registry import ToolBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +95,10 @@ class World(Protocol):
     async def close(self) -> None:
         """Called once, after every episode was closed."""
         ...
+
+
+@runtime_checkable
+class IndexedWorld(World, Protocol):
+    """A world that can list its tasks: what a task's row may say under ``index``."""
+
+    async def indices(self) -> Sequence[int | str]: ...

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from services.common.errors import ConfigError, UnknownEnvironmentError
 from services.common.importing import load_object
-from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, World
+from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, IndexedWorld, World
 from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
 from services.envgateway.envs.single_step import SingleStep
+from services.envgateway.envs.tool_calls import ToolCalls
 from services.envgateway.envs.tool_loop import ToolLoop
 
-ENVIRONMENTS: dict[str, EnvironmentFactory] = {"single_step": SingleStep, "tool": ToolLoop}
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {"single_step": SingleStep, "tool": ToolLoop, "tools": ToolCalls}
 
 
 class EnvironmentRegistry:
@@ -41,17 +42,33 @@ class EnvironmentRegistry:
     def names(self) -> list[str]:
         return sorted({*self._factories, *self._worlds})
 
+    @property
+    def names_with_indices(self) -> list[str]:
+        """Environments that can list their tasks."""
+        return sorted(name for name, world in self._worlds.items() if isinstance(world, IndexedWorld))
+
     def build(self, name: str) -> Environment:
         """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
+        self.require(name)
         world = self._worlds.get(name)
-        if world is not None:
-            return world.build()
-        factory = self._factories.get(name)
-        if factory is not None:
-            return factory(self._context)
+        return self._factories[name](self._context) if world is None else world.build()
+
+    def require(self, name: str) -> None:
+        """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
+        if name in self._worlds or name in self._factories:
+            return
         if name in self._absent:
             raise UnknownEnvironmentError(f"the environment {name!r} is not set up here: {self._absent[name]}")
         raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
+
+    async def indices(self, name: str) -> Sequence[int | str] | None:
+        """Its tasks; None where it cannot list them. Raises what loading the world raises."""
+        world = self._worlds.get(name)
+        return await world.indices() if isinstance(world, IndexedWorld) else None
+
+    def max_turns(self, name: str) -> int | None:
+        """Turns of its episodes, where its world says so in an attribute of this name."""
+        return getattr(self._worlds.get(name), "max_turns", None)
 
     async def close(self) -> None:
         """Release what the worlds hold; every episode is closed by now."""

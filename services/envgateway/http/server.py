@@ -1,4 +1,5 @@
-"""Routes of Code Judge over aiohttp: single runs are interactive, batches are not.
+"""Routes of Code Judge over aiohttp: single runs are interactive, and so are batches of one, as rollouts send their tool
+calls; larger batches are not.
 
     GET  /ping, /status
     POST /run, /judge, each also /batch and /long-batch
@@ -11,29 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
-import structlog
 from aiohttp import web
 
 from services.common.config.envgateway import HttpConfig
-from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
-from services.envgateway.http.schema import UnreadableBodyError, batch_answer, read_batch, read_submission
+from services.envgateway.http.listener import Listener
+from services.envgateway.http.schema import (
+    BatchSubmission,
+    UnreadableBodyError,
+    batch_answer,
+    read_batch,
+    read_submission,
+)
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.queue.clients import on_behalf_of
 
-log = structlog.get_logger()
-
 CLIENT_HEADER = "X-Client-Id"
 _KEEP_ALIVE_S = 10.0
 _LARGE_BODY = 1 << 20  # bytes from which reading JSON leaves the event loop
-_STOP_S = 5.0
 
 Read = TypeVar("Read")
 
@@ -42,11 +43,8 @@ class HttpServer:
     """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback, and for a taken port."""
 
     def __init__(self, config: HttpConfig, host: str, queue: JobQueue, submissions: Submissions) -> None:
-        if not is_loopback(host):
-            raise ConfigError(f"the HTTP interface may not bind {host}: it does not authenticate its callers")
         assert config.port is not None
         self._config = config
-        self._host = host
         self._queue = queue
         self._submissions = submissions
         application = web.Application(client_max_size=config.body_bytes)
@@ -59,27 +57,22 @@ class HttpServer:
                     web.post(f"/{name}/long-batch", self._long_batch(with_output)),
                 ]
             )
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=_STOP_S)
-        self.port = config.port
+        self._listener = Listener(
+            application, host, config.port,
+            name="the HTTP interface", setting="envgateway.http.port", leaving_cancels=True,
+            reuse_port=config.reuse_port,
+        )  # fmt: skip
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
 
     async def start(self) -> int:
         """Returns the port."""
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port)
-        try:
-            await site.start()
-        except OSError as error:
-            why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(
-                f"the HTTP interface cannot listen on {self._host}:{self.port}: {why}; stop what holds the port, or "
-                "give it another with envgateway.http.port in the recipe (0 takes a free one)"
-            ) from None
-        self.port = self._runner.addresses[0][1]
-        log.info("http.listening", address=f"{self._host}:{self.port}")
-        return self.port
+        return await self._listener.start()
 
     async def stop(self) -> None:
-        await self._runner.cleanup()
+        await self._listener.stop()
 
     async def _ping(self, request: web.Request) -> web.Response:
         return _json("pong")
@@ -98,7 +91,7 @@ class HttpServer:
     def _batch(self, with_output: bool) -> _Handler:
         async def handle(request: web.Request) -> web.Response:
             batch = await _read(request, read_batch)
-            outcomes = await self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.queue_wait_s)
+            outcomes = await self._submissions.run_all(batch.submissions, _lane(batch), self._config.queue_wait_s)
             return _json(batch_answer(batch.sub_id, [outcome.shown(with_output) for outcome in outcomes]))
 
         return _for_client(handle)
@@ -109,7 +102,7 @@ class HttpServer:
             response = web.StreamResponse(headers={"Content-Type": "application/json"})
             await response.prepare(request)
             running = asyncio.ensure_future(
-                self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.long_batch_wait_s)
+                self._submissions.run_all(batch.submissions, _lane(batch), self._config.long_batch_wait_s)
             )
             try:
                 while not (await asyncio.wait([running], timeout=_KEEP_ALIVE_S))[0]:
@@ -137,6 +130,10 @@ def _for_client(handle: _Handler) -> _Handler:
                 return _json({"detail": error.details}, status=422)
 
     return wrapped
+
+
+def _lane(batch: BatchSubmission) -> Lane:
+    return Lane.BATCH if len(batch.submissions) > 1 else Lane.INTERACTIVE
 
 
 async def _read(request: web.Request, reader: Callable[[bytes], Read]) -> Read:

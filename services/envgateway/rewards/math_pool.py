@@ -7,18 +7,13 @@ nobody else has it, so a killed one can never answer another's question.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import structlog
 
 from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import CapacityError, InfrastructureError
+from services.envgateway.child import Child, ChildDied
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare import wire
 
@@ -29,11 +24,7 @@ _START_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 60.0
 _MAX_WAITING = 4096
 _ATTEMPTS = 2
-_ROOT = str(Path(__file__).resolve().parents[3])
-
-
-class WorkerDied(Exception):
-    """The worker ended without an answer."""
+_MODULE = "services.envgateway.rewards.math_worker"
 
 
 class MathPool:
@@ -41,10 +32,10 @@ class MathPool:
 
     def __init__(self, config: MathRewardConfig) -> None:
         self._config = config
-        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()  # None: a place without a process
+        self._idle: asyncio.LifoQueue[Child | None] = asyncio.LifoQueue()  # None: a place without a process
         for _ in range(config.num_workers):
             self._idle.put_nowait(None)
-        self._workers: set[_Worker] = set()
+        self._workers: set[Child] = set()
         self._waiting = 0
         self.counts: Counter[str] = Counter()
 
@@ -72,7 +63,7 @@ class MathPool:
                     worker = None
                     self.counts["timeouts"] += 1
                     return grader_failed(f"grading took longer than {self._config.timeout_s:g} s")
-                except WorkerDied:
+                except ChildDied:
                     self._discard(worker)
                     worker = None
                     self.counts["crashes"] += 1
@@ -94,7 +85,7 @@ class MathPool:
         for worker in list(self._workers):
             self._discard(worker)
 
-    async def _borrow(self) -> _Worker | None:
+    async def _borrow(self) -> Child | None:
         if self._waiting >= _MAX_WAITING:
             raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
         self._waiting += 1
@@ -106,13 +97,13 @@ class MathPool:
         finally:
             self._waiting -= 1
 
-    async def _start(self) -> _Worker:
-        worker = _Worker()
+    async def _start(self) -> Child:
+        worker = Child(_MODULE)
         self._workers.add(worker)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await worker.start()
-        except (TimeoutError, WorkerDied) as error:
+                await worker.next_answer()  # it has imported what it needs
+        except (TimeoutError, ChildDied) as error:
             self._discard(worker)
             raise InfrastructureError(f"the math grader does not start (is math-verify installed?): {error}") from error
         except asyncio.CancelledError:
@@ -120,54 +111,6 @@ class MathPool:
             raise
         return worker
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: Child) -> None:
         self._workers.discard(worker)
         worker.kill()
-
-
-class _Worker:
-    """One process and the gateway's end of its channel."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        # vfork and exec: no fork handler of grpc runs, and no secret of our environment goes along
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.envgateway.rewards.math_worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)])},
-            cwd="/",
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
-        )
-        theirs.close()
-        ours.setblocking(False)
-        self._channel = ours
-        self._frames = wire.FrameReader()
-
-    async def start(self) -> None:
-        """Wait until it has imported what it needs."""
-        await self._answer()
-
-    async def ask(self, frame: bytes) -> dict[str, Any]:
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._channel, frame)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerDied from error
-        return await self._answer()
-
-    def kill(self) -> None:
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()  # it was killed: this takes as long as the kernel needs
-
-    async def _answer(self) -> dict[str, Any]:
-        while True:
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._channel, 65536)
-            except ConnectionResetError as error:
-                raise WorkerDied from error
-            if not data:
-                raise WorkerDied
-            for head, _ in self._frames.feed(data):
-                return head

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.programs import fenced_blocks
-from services.common.tool_calls import cut_in_the_middle
+from services.common.tool_calls import cut_text
 from services.inference.workflows.base import CaseOutcome, CaseVerdict, JudgeCase
 
 VerifierReward = Literal["coupled", "own"]
@@ -173,7 +173,7 @@ def _text(case: JudgeCase) -> str:
 def _described(case: JudgeCase, outcome: CaseOutcome, max_chars: int) -> str:
     def shown(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return cut_in_the_middle(text.strip("\n"), max_chars)
+        return cut_text(text.strip("\n"), max_chars)
 
     is_function = not isinstance(case.given, str)
     lines = [

@@ -1,0 +1,1 @@
+"""``alfworld``: household tasks in text, by the real engine, spoken as AgentBench speaks."""

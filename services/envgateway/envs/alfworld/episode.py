@@ -1,0 +1,111 @@
+"""One episode of ALFWorld: what is said to the policy, what its replies do, and how it ends.
+
+- A reply without an action costs its turn and changes nothing.
+- An action that is not possible is taken for the one most like it.
+- Three equal replies in a row (of those that held an action, from the fourth on) end it as an invalid action.
+- Whatever ends it, only a won game is worth 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import Field
+
+from services.common.config.base import Section
+from services.envgateway.envs.alfworld import prompts
+from services.envgateway.envs.alfworld.actions import choose, read_action
+from services.envgateway.envs.alfworld.games import game_of
+from services.envgateway.envs.base import EndStatus, Observation, StepResult
+from services.envgateway.envs.engines.pool import EnginePool, Game
+from services.envgateway.envs.settings import settings_of
+
+_SAME_REPLIES = 3
+
+
+class AlfworldSettings(Section):
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of this episode; left out, `envgateway.alfworld.max_turns`."""
+
+
+class AlfworldEpisode:
+    def __init__(self, pool: EnginePool, data: Path, games: Callable[[], Sequence[str]], max_turns: int) -> None:
+        """``games`` may take its time when it is called first: it reads a folder."""
+        self._pool = pool
+        self._data = data
+        self._games = games
+        self._max_turns = max_turns
+        self._game: Game | None = None
+        self._admissible: Sequence[str] = ()
+        self._replies: list[str] = []  # those that held an action
+        self._turns = 0
+        self._malformed = 0
+        self._replaced = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        """Nothing is drawn: the seed is not used."""
+        self._max_turns = settings_of(task, AlfworldSettings).max_turns or self._max_turns
+        name = game_of(task, await asyncio.to_thread(self._games), self._data)
+        self._game, answer = await self._pool.open({"path": str((self._data / name).absolute())})
+        self._admissible = answer["admissible"]
+        room = "\n".join(answer["feedback"].split("\n\n")[1:])  # without the engine's welcome
+        messages = prompts.opening(_folder(name), room, self._admissible)
+        return Observation(text=prompts.as_text(messages), admissible_actions=self._admissible, messages=messages)
+
+    async def step(self, action: str) -> StepResult:
+        assert self._game is not None, "stepped before reset"
+        command = read_action(action)
+        if command is None:
+            self._turns += 1
+            self._malformed += 1
+            return self._result(prompts.MALFORMED + prompts.offer(self._admissible))
+        chosen = choose(command, self._admissible)
+        answer = await self._game.step(chosen)
+        self._turns += 1
+        self._replaced += chosen != command
+        self._replies.append(action)
+        self._admissible = answer["admissible"]
+        text = _heard(answer["feedback"]) + prompts.offer(self._admissible)
+        if len(self._replies) > _SAME_REPLIES and len(set(self._replies[-_SAME_REPLIES:])) == 1:
+            return self._result(text, EndStatus.INVALID_ACTION)
+        if answer["done"]:
+            return self._result(text, EndStatus.COMPLETED, won=answer["won"])
+        return self._result(text)
+
+    async def close(self) -> None:
+        if self._game is not None:
+            self._game.close()
+
+    def shorten(self, message: str) -> str:
+        """An earlier message as AgentBench keeps it: without the actions that were possible then."""
+        return prompts.without_offer(message)
+
+    def _result(self, text: str, status: EndStatus | None = None, won: bool = False) -> StepResult:
+        if status is None and self._turns >= self._max_turns:
+            status = EndStatus.TURN_LIMIT
+        return StepResult(
+            observation=text,
+            reward=float(won),
+            done=status is not None,
+            admissible_actions=self._admissible,
+            metrics={
+                "won": float(won),
+                "malformed_replies": float(self._malformed),
+                "replaced_actions": float(self._replaced),
+            },
+            status=status or "",
+        )
+
+
+def _folder(game: str) -> str:
+    """The folder that is named for the task: two above the file."""
+    parts = PurePosixPath(game).parts
+    return parts[-3] if len(parts) >= 3 else ""
+
+
+def _heard(feedback: str) -> str:
+    """Numbers of places (``You arrive at loc 7.``) mean nothing to a policy."""
+    return feedback.split(". ", 1)[-1] if feedback.startswith("You arrive at loc ") else feedback

@@ -1,0 +1,43 @@
+"""What episodes of ALFWorld share: the list of games and the engine's processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.config.environments import AlfworldConfig
+from services.envgateway.envs.alfworld.episode import AlfworldEpisode
+from services.envgateway.envs.alfworld.games import list_games
+from services.envgateway.envs.engines.pool import EnginePool
+
+_MODULE = "services.envgateway.envs.alfworld.engine"
+
+
+class AlfworldWorld:
+    """A world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+
+    def __init__(self, config: AlfworldConfig, data: Path) -> None:
+        self._config = config
+        self._data = data
+        environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
+        self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
+
+    @functools.cached_property
+    def games(self) -> Sequence[str]:
+        """Paths relative to the data folder; a task's ``index`` counts in it. Raises ``ConfigError``."""
+        return list_games(self._data, self._config)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        return range(len(self.games))
+
+    @property
+    def max_turns(self) -> int:
+        return self._config.max_turns
+
+    def build(self) -> AlfworldEpisode:
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
+
+    async def close(self) -> None:
+        await self.pool.close()

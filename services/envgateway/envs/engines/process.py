@@ -1,0 +1,87 @@
+"""What an engine's process runs: games by number, one request at a time, until its channel closes.
+
+    owner -> process   {"kind": "open", "game", "settings"}    {"kind": "step", "game", "command"}    {"kind": "close", "game"}
+    process -> owner   {"kind": "ready"} once, then one answer per request: {"kind": "ok", "answer"} or
+                       {"kind": "refused" | "failed", "error"}
+
+It keeps no deadline; its owner does. Refused is the request's fault, failed is the engine's: the game is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from services.common.process import die_with_parent_if_asked
+from services.envgateway.sandbox.bare import wire
+
+Answer = Mapping[str, Any]
+
+
+class RefusedError(Exception):
+    """There is no such game, or not as these settings want it."""
+
+
+class LoadedGame(Protocol):
+    """A game in this process. Answers are plain data."""
+
+    def start(self) -> Answer: ...
+
+    def step(self, command: str) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Bound this process's address space, and leave no core behind."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    size_bytes = size_bytes if hard == resource.RLIM_INFINITY else min(hard, size_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def serve(descriptor: int, memory_bytes: int, load: Callable[[Mapping[str, Any]], LoadedGame]) -> None:
+    """Answer until the owner closes the channel; ``load`` raises ``RefusedError`` for what is no game."""
+    die_with_parent_if_asked()
+    limit_memory(memory_bytes)
+    os.environ.pop("PYTHONPATH", None)  # it is for this interpreter only
+    channel = socket.socket(fileno=descriptor)
+    games = _Games(load)
+    channel.sendall(wire.encode({"kind": "ready"}))
+    frames = wire.FrameReader()
+    while data := channel.recv(1 << 16):
+        for request, _ in frames.feed(data):
+            channel.sendall(wire.encode(games.answer(request)))
+
+
+class _Games:
+    def __init__(self, load: Callable[[Mapping[str, Any]], LoadedGame]) -> None:
+        self._load = load
+        self._games: dict[int, LoadedGame] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        number = request["game"]
+        try:
+            match request["kind"]:
+                case "open":
+                    game = self._games[number] = self._load(request["settings"])
+                    answer = game.start()
+                case "step":
+                    answer = self._games[number].step(request["command"])
+                case _:
+                    self._close(number)
+                    answer = {}
+        except RefusedError as error:
+            return {"kind": "refused", "error": str(error)}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine raises anything, or leaves: its owner is told
+            self._close(number)
+            return {"kind": "failed", "error": f"{type(error).__name__}: {error}"}
+        return {"kind": "ok", "answer": answer}
+
+    def _close(self, number: int) -> None:
+        game = self._games.pop(number, None)
+        if game is not None:
+            game.close()

@@ -1,0 +1,101 @@
+"""One episode of ``webshop``: a visit, talked about, within so many turns.
+
+A task's row names its goal: ``{"index": 7}``, or a whole goal in WebShop's form under ``goal``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from pydantic import Field
+
+from services.common.config.base import Section
+from services.common.errors import InvalidRequestError
+from services.envgateway.envs.base import EndStatus, Observation, StepResult
+from services.envgateway.envs.settings import settings_of
+from services.envgateway.envs.webshop.dialogue import OPENING, Mode, Style, action_of, admissible, shown
+from services.envgateway.envs.webshop.goals import Goal, goal_of
+from services.envgateway.envs.webshop.shop import Shop
+from services.envgateway.envs.webshop.visit import Visit
+
+
+class WebshopSettings(Section):
+    style: Style = "agentbench"
+    """How it talks: AgentBench's dialogue with rules and an example, or pages and actions alone (`bare`)."""
+    observation: Mode = "text"
+    """Pages as joined text, as text with marked buttons, or as their URL."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of the episode; left out, `envgateway.webshop.max_turns`."""
+
+
+class ShopOwner(Protocol):
+    async def shop(self) -> Shop:
+        """The one shop, opened at the first call."""
+        ...
+
+
+class WebshopEnvironment:
+    """``reset`` waits for the shop; ``step`` is plain, so that searching holds nobody up."""
+
+    def __init__(self, owner: ShopOwner, max_turns: int) -> None:
+        self._owner = owner
+        self._max_turns = max_turns
+        self._settings = WebshopSettings()
+        self._visit: Visit | None = None
+        self._turns = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        self._settings = settings_of(task, WebshopSettings)
+        goal, session = _goal_of(task, await self._owner.shop())
+        self._visit = Visit(await self._owner.shop(), goal, session)
+        self._max_turns = self._settings.max_turns or self._max_turns
+        text = shown(self._visit, self._settings.style, self._settings.observation)
+        if self._settings.style == "bare":
+            return Observation(text=text, admissible_actions=admissible(self._visit))
+        messages = (*OPENING, {"role": "user", "content": text})
+        return Observation(
+            text="\n\n".join(message["content"] for message in messages),
+            admissible_actions=admissible(self._visit),
+            messages=messages,
+        )
+
+    def step(self, action: str) -> StepResult:
+        assert self._visit is not None, "step before reset"
+        chosen = action_of(action, self._settings.style)
+        self._turns += 1
+        if chosen is None:
+            return StepResult(done=True, status=EndStatus.VALIDATION_FAILED, metrics={"unparsed_actions": 1.0})
+        self._visit.act(chosen)
+        text = shown(self._visit, self._settings.style, self._settings.observation)
+        if self._visit.purchase is not None:
+            purchase = self._visit.purchase
+            return StepResult(
+                observation=text,
+                reward=purchase.reward,
+                done=True,
+                metrics=purchase.metrics(),
+                status=EndStatus.COMPLETED,
+            )
+        at_end = self._turns >= self._max_turns
+        return StepResult(
+            observation=text,
+            done=at_end,
+            admissible_actions=admissible(self._visit),
+            status=EndStatus.TURN_LIMIT if at_end else "",
+        )
+
+    def close(self) -> None:
+        self._visit = None
+
+
+def _goal_of(task: Mapping[str, Any], shop: Shop) -> tuple[Goal, str]:
+    """The goal, and the name of the session in URLs."""
+    if isinstance(task.get("goal"), Mapping):
+        return goal_of(task["goal"]), str(task.get("index", "own"))
+    index = task.get("index")
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise InvalidRequestError("the task names no goal: it needs `index`, a whole number, or `goal`")
+    if not 0 <= index < len(shop.goals):
+        raise InvalidRequestError(f"the task's index {index} is out of range: there are {len(shop.goals)} goals")
+    return shop.goals[index], str(index)

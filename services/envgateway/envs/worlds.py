@@ -1,0 +1,32 @@
+"""The worlds that a gateway's config can offer, or what is missing for one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.envgateway.envs.alfworld.world import AlfworldWorld
+from services.envgateway.envs.base import World
+from services.envgateway.envs.webshop.world import WebshopWorld
+
+
+def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
+    """By name: a world, or why there is none. Raises ``ConfigError`` for settings that cannot work."""
+    return {"alfworld": _alfworld(config), "webshop": _webshop(config)}
+
+
+def _alfworld(config: EnvGatewayConfig) -> World | str:
+    data = config.alfworld.data
+    if importlib.util.find_spec("alfworld") is None or importlib.util.find_spec("textworld") is None:
+        return "its engine is not installed: pip install 'millrace[alfworld]'"
+    if data is None:
+        return "write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1"
+    if not data.is_dir():
+        return f"envgateway.alfworld.data: there is no folder {data.absolute()}"
+    return AlfworldWorld(config.alfworld, data)
+
+
+def _webshop(config: EnvGatewayConfig) -> World | str:
+    if config.webshop.data is None:
+        return "write envgateway.webshop.data: FOLDER, which holds the catalogue in WebShop's raw form"
+    return WebshopWorld(config.webshop)

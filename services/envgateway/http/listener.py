@@ -1,0 +1,62 @@
+"""Listening for HTTP on one loopback port."""
+
+from __future__ import annotations
+
+import errno
+
+import structlog
+from aiohttp import web
+
+from services.common.errors import ConfigError
+from services.common.loopback import is_loopback
+
+log = structlog.get_logger()
+
+_STOP_S = 5.0
+
+
+class Listener:
+    """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback."""
+
+    def __init__(
+        self,
+        application: web.Application,
+        host: str,
+        port: int,
+        *,
+        name: str,
+        setting: str,
+        leaving_cancels: bool,
+        reuse_port: bool = False,
+    ) -> None:
+        """``name`` and ``setting`` are for errors: what listens, and the port's path in the recipe. ``leaving_cancels``
+        ends the handler of a client that has left. ``reuse_port`` lets several processes share the port."""
+        if not is_loopback(host):
+            raise ConfigError(f"{name} may not bind {host}: it does not authenticate its callers")
+        self._runner = web.AppRunner(
+            application, handler_cancellation=leaving_cancels, access_log=None, shutdown_timeout=_STOP_S
+        )
+        self._host = host
+        self._reuse_port = reuse_port
+        self._name = name
+        self._setting = setting
+        self.port = port
+
+    async def start(self) -> int:
+        """Returns the port. Raises ``ConfigError`` for one that is taken."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, self.port, reuse_port=self._reuse_port or None)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(
+                f"{self._name} cannot listen on {self._host}:{self.port}: {why}; stop what holds the port, or give it "
+                f"another with {self._setting} in the recipe (0 takes a free one)"
+            ) from None
+        self.port = self._runner.addresses[0][1]
+        log.info("http.listening", name=self._name, address=f"{self._host}:{self.port}")
+        return self.port
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()

@@ -1,0 +1,144 @@
+"""The protocol of task-server adapters: one conversation as an episode, named by a uuid.
+
+    GET  task/info, health
+    POST episode/start, episode/step, episode/cancel
+
+under /api for the first task, and under /api/NAME for each. An episode takes one step at a time: another is answered 409.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from services.common.errors import (
+    CapacityError,
+    InvalidRequestError,
+    MillraceError,
+    NotFoundError,
+    StateError,
+)
+from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
+from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
+from services.envgateway.taskserver.tasks import Index, Task, Tasks
+
+
+class StartBody(BaseModel):
+    sample_id: Index
+    config: dict[str, Any] | None = None
+
+
+class Action(BaseModel):
+    type: str = "text"
+    content: str
+
+
+class StepBody(BaseModel):
+    episode_id: str
+    action: Action
+
+
+class CancelBody(BaseModel):
+    episode_id: str
+
+
+class AdapterProtocol:
+    def __init__(self, tasks: Tasks, conversations: Conversations) -> None:
+        self._tasks = tasks
+        self._conversations = conversations
+
+    def routes(self, prefix: str) -> list[web.RouteDef]:
+        routes: list[web.RouteDef] = []
+        for base in (prefix, f"{prefix}/{{task}}"):
+            routes += [
+                web.get(f"{base}/task/info", self._handler(self._info)),
+                web.get(f"{base}/health", self._handler(self._health)),
+                web.post(f"{base}/episode/start", self._handler(self._start)),
+                web.post(f"{base}/episode/step", self._handler(self._step)),
+                web.post(f"{base}/episode/cancel", self._handler(self._cancel)),
+            ]
+        return routes
+
+    def _handler(self, handle: Any) -> Handler:
+        async def translated(request: web.Request) -> object:
+            try:
+                return await handle(request)
+            except MillraceError as error:
+                raise Refusal(_status(error), error.message) from error
+
+        return answered(translated)
+
+    def _task(self, request: web.Request) -> Task:
+        name = request.match_info.get("task")
+        if name is None:
+            return self._tasks.all[0]
+        task = self._tasks.find(name)
+        if task is None:
+            raise Refusal(404, f"no task {name!r}")
+        return task
+
+    async def _info(self, request: web.Request) -> object:
+        task = self._task(request)
+        return {
+            "name": task.name,
+            "num_samples": len(await self._tasks.indices(task)),
+            "max_episode_length": self._tasks.max_turns(task),
+            "observation_type": "text",
+            "action_type": "text",
+            "description": f"the environment {task.environment} of a Millrace gateway",
+        }
+
+    async def _health(self, request: web.Request) -> object:
+        task = self._task(request)
+        return {"status": "healthy", "active_episodes": self._conversations.num_taken(task), "task_name": task.name}
+
+    async def _start(self, request: web.Request) -> object:
+        task, body = self._task(request), await read(request, StartBody)
+        index = await self._tasks.index(task, body.sample_id)
+        if index is None:
+            raise Refusal(404, f"no sample {body.sample_id!r} in {task.name}")
+        one = await self._conversations.start(task, index)
+        return _answer(one, {"type": "messages", "content": one.history})
+
+    async def _step(self, request: web.Request) -> object:
+        body = await read(request, StepBody)
+        one = self._conversations.by_uuid(body.episode_id)
+        await self._conversations.say(one, body.action.content)
+        if one.status == RUNNING:
+            return _answer(one, {"type": "text", "content": one.history[-1]["content"]})
+        return _answer(one, None)
+
+    async def _cancel(self, request: web.Request) -> object:
+        body = await read(request, CancelBody)
+        await self._conversations.end(self._conversations.by_uuid(body.episode_id))
+        return {"status": "cancelled", "episode_id": body.episode_id}
+
+
+def _answer(one: Conversation, observation: object) -> dict[str, Any]:
+    done = one.status != RUNNING
+    info: dict[str, Any] = {"turn": one.turn, "status": f"SampleStatus.{one.status.upper().replace(' ', '_')}"}
+    if done:
+        info |= {"success": one.reward > 0, "metrics": dict(one.metrics)}
+    return {
+        "episode_id": one.uuid,
+        "observation": observation,
+        "reward": one.reward if done else 0.0,
+        "done": done,
+        "info": info,
+    }
+
+
+def _status(error: MillraceError) -> int:
+    match error:
+        case InvalidRequestError():
+            return 400
+        case NotFoundError():
+            return 404
+        case StateError():
+            return 409
+        case CapacityError():
+            return 503
+        case _:
+            return 500

@@ -1,0 +1,52 @@
+"""Reading requests and writing answers: JSON both ways, with the error bodies that AgentBench's clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Refusal(Exception):
+    """An answer that is no success; ``plain`` is text instead of JSON."""
+
+    def __init__(self, status: int, detail: Any, *, plain: bool = False) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+        self.detail = detail
+        self.plain = plain
+
+
+def answered(handle: Callable[[web.Request], Awaitable[object]]) -> Handler:
+    """A handler that returns what is to be JSON, or raises ``Refusal``."""
+
+    async def wrapped(request: web.Request) -> web.StreamResponse:
+        try:
+            return _json(await handle(request), 200)
+        except Refusal as refusal:
+            if refusal.plain:
+                return web.Response(text=str(refusal.detail), status=refusal.status)
+            return _json({"detail": refusal.detail}, refusal.status)
+
+    return wrapped
+
+
+async def read(request: web.Request, model: type[Body]) -> Body:
+    """Raises ``Refusal`` 422, which names the field."""
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        detail = [{"loc": ["body", *p["loc"]], "msg": p["msg"], "type": p["type"]} for p in problems]
+        raise Refusal(422, detail) from None
+
+
+def _json(value: object, status: int) -> web.Response:
+    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return web.Response(body=body, status=status, content_type="application/json")

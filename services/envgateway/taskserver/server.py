@@ -1,0 +1,59 @@
+"""The task server: both protocols of AgentBench on one port, over the gateway's episodes."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from services.common.aio import TaskOwner
+from services.common.config.environments import TaskServerConfig
+from services.common.errors import ConfigError
+from services.envgateway.episodes import EpisodeManager
+from services.envgateway.http.listener import Listener
+from services.envgateway.taskserver.adapter import AdapterProtocol
+from services.envgateway.taskserver.classic import ClassicProtocol
+from services.envgateway.taskserver.conversations import Conversations
+from services.envgateway.taskserver.tasks import Environments, Tasks
+
+PREFIX = "/api"
+
+
+class TaskServer:
+    """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for settings that cannot work."""
+
+    def __init__(
+        self, config: TaskServerConfig, host: str, episodes: EpisodeManager, environments: Environments, idle_s: float
+    ) -> None:
+        """Whoever leaves a conversation alone for ``idle_s`` seconds loses it."""
+        assert config.port is not None
+        tasks = Tasks(config, environments)
+        if not tasks.all:
+            raise ConfigError(
+                "envgateway.task_server has nothing to serve: set up an environment that can list its tasks, such as "
+                "webshop, or name one under envgateway.task_server.environments"
+            )
+        self.conversations = Conversations(episodes, idle_s=idle_s)
+        self._tasks = TaskOwner()
+        application = web.Application(client_max_size=config.body_bytes)
+        # First the names that are fixed, then those with a task in the path.
+        application.add_routes(ClassicProtocol(tasks, self.conversations).routes(PREFIX))
+        application.add_routes(AdapterProtocol(tasks, self.conversations).routes(PREFIX))
+        # A client that leaves ends nothing: its turn is taken once, and may be looked up by no one.
+        self._listener = Listener(
+            application, host, config.port,
+            name="the task server", setting="envgateway.task_server.port", leaving_cancels=False,
+        )  # fmt: skip
+
+    @property
+    def port(self) -> int:
+        return self._listener.port
+
+    async def start(self) -> int:
+        """Returns the port."""
+        port = await self._listener.start()
+        self._tasks.start(self.conversations.expire_forever(), "expire conversations")
+        return port
+
+    async def stop(self) -> None:
+        await self._listener.stop()
+        await self._tasks.close()
+        await self.conversations.end_all()

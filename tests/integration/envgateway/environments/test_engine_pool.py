@@ -1,0 +1,206 @@
+"""Processes that hold games: what is lost with one, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.config.environments import EnginePoolConfig
+from services.common.errors import CapacityError, InvalidRequestError
+from services.envgateway.envs.base import EpisodeLostError
+from services.envgateway.envs.engines.pool import EnginePool
+
+MODULE = "tests.integration.envgateway.environments.toy_engine"
+MakePool = Callable[..., EnginePool]
+
+
+@pytest.fixture
+async def make_pool() -> AsyncIterator[MakePool]:
+    pools: list[EnginePool] = []
+
+    def make(num_workers: int = 2, episodes_per_worker: int = 4, step_timeout_s: float = 20.0) -> EnginePool:
+        config = EnginePoolConfig(
+            num_workers=num_workers, episodes_per_worker=episodes_per_worker, step_timeout_s=step_timeout_s
+        )
+        pools.append(EnginePool("toy", MODULE, config, {}))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+        assert not any(is_alive(pid) for pid in pool.pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_no_process_runs_before_the_first_game_and_games_spread_over_processes(make_pool: MakePool) -> None:
+    pool = make_pool()
+    assert pool.pids == []
+    starts = [(await pool.open({}))[1] for _ in range(4)]
+    assert len(pool.pids) == 2
+    assert sorted(start["pid"] for start in starts) == sorted(pool.pids * 2)
+
+
+async def test_games_of_one_process_are_apart(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    games = [(await pool.open({}))[0] for _ in range(3)]
+    await asyncio.gather(*(game.step(f"add {i}") for i, game in enumerate(games) for _ in range(5)))
+    assert [(await game.step("add 0"))["total"] for game in games] == [0, 5, 10]
+
+
+async def test_a_killed_process_loses_its_games_and_no_others(make_pool: MakePool) -> None:
+    pool = make_pool()
+    games = {}
+    for _ in range(2):
+        game, start = await pool.open({})
+        games[start["pid"]] = game
+    victim, other = games
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(EpisodeLostError, match="died"):
+        await games[victim].step("add 1")
+    with pytest.raises(EpisodeLostError):
+        await games[victim].step("add 1")
+    assert (await games[other].step("add 2"))["total"] == 2
+    _, start = await pool.open({})
+    assert start["pid"] not in games and len(pool.pids) == 2
+    assert pool.counts["died"] == 1
+
+
+async def test_a_game_opens_although_its_process_died_while_it_was_idle(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    game, start = await pool.open({})
+    game.close()
+    os.kill(start["pid"], signal.SIGKILL)
+    game, _ = await pool.open({})
+    assert (await game.step("add 3"))["total"] == 3
+
+
+async def test_a_process_killed_in_the_middle_of_a_step_fails_that_step_and_whoever_waits(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    first, start = await pool.open({})
+    second, _ = await pool.open({})
+    steps = [asyncio.create_task(first.step("sleep 30")), asyncio.create_task(second.step("add 1"))]
+    await asyncio.sleep(0.1)
+    os.kill(start["pid"], signal.SIGKILL)
+    results = await asyncio.gather(*steps, return_exceptions=True)
+    assert [type(result) for result in results] == [EpisodeLostError, EpisodeLostError]
+
+
+async def test_a_stalled_game_ends_its_process_with_what_it_started_and_the_place_is_used_again(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool(num_workers=1, step_timeout_s=0.5)
+    game, start = await pool.open({})
+    child = (await game.step("child"))["child"]
+    assert is_alive(child)
+    with pytest.raises(EpisodeLostError, match=r"longer than 0\.5 s"):
+        await game.step("sleep 30")
+    await until(lambda: not is_alive(child) and not is_alive(start["pid"]))
+    game, again = await pool.open({})
+    assert again["pid"] != start["pid"]
+    assert pool.counts["stalled"] == 1
+
+
+async def test_waiting_behind_a_slow_game_is_no_stall(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1, step_timeout_s=1.5)
+    games = [(await pool.open({}))[0] for _ in range(3)]
+    answers = await asyncio.gather(*(game.step("sleep 0.7") for game in games))  # the last waits longer than a step may
+    assert [answer["total"] for answer in answers] == [0, 0, 0]
+
+
+async def test_whoever_leaves_in_mid_step_leaves_the_channel_in_step(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1)
+    first, _ = await pool.open({})
+    second, _ = await pool.open({})
+    step = asyncio.create_task(first.step("sleep 0.3"))
+    await asyncio.sleep(0.1)
+    step.cancel()
+    assert (await second.step("add 5"))["total"] == 5
+    assert (await first.step("add 1"))["total"] == 1
+
+
+async def test_a_full_pool_says_when_to_come_back_and_a_closed_game_makes_room(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=2, episodes_per_worker=1)
+    game, _ = await pool.open({})
+    await pool.open({})
+    with pytest.raises(CapacityError) as refusal:
+        await pool.open({})
+    assert refusal.value.retry_after_s
+    game.close()
+    game.close()
+    await pool.open({})
+
+
+async def test_a_game_that_does_not_exist_is_the_callers_mistake_and_takes_no_place(make_pool: MakePool) -> None:
+    pool = make_pool(num_workers=1, episodes_per_worker=1)
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="no such game"):
+            await pool.open({"absent": True})
+    await pool.open({})
+
+
+@pytest.mark.parametrize("command", ["raise", "eat"])
+async def test_an_engine_that_raises_loses_one_game(make_pool: MakePool, command: str) -> None:
+    pool = make_pool(num_workers=1)
+    first, start = await pool.open({})
+    second, _ = await pool.open({})
+    with pytest.raises(EpisodeLostError):
+        await first.step(command)
+    assert (await second.step("add 1"))["total"] == 1
+    assert pool.pids == [start["pid"]]
+
+
+async def test_an_engine_that_cannot_start_is_told_as_such() -> None:
+    pool = EnginePool("toy", "tests.no_such_module", EnginePoolConfig(), {})
+    with pytest.raises(Exception, match="does not start"):
+        await pool.open({})
+    await pool.close()
+
+
+_OWNER = f"""
+import asyncio, sys
+from services.common.config.environments import EnginePoolConfig
+from services.envgateway.envs.engines.pool import EnginePool
+
+async def main():
+    pool = EnginePool("toy", "{MODULE}", EnginePoolConfig(num_workers=1), {{}})
+    game, start = await pool.open({{}})
+    print(start["pid"], file=sys.stderr, flush=True)
+    await game.step("sleep 60")
+
+asyncio.run(main())
+"""
+
+
+def test_an_engine_dies_with_its_owner_even_in_mid_step(repository: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=repository
+    )
+    assert owner.stderr is not None
+    with owner, owner.stderr as told:
+        pid = int(told.readline())
+        assert is_alive(pid)
+        owner.kill()
+    deadline = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(pid)
