@@ -147,7 +147,7 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
         "weights": shard,
         "gradients": shard,
         "Adam": 2 * shard,
-        "reference": shard if policy.algorithm.kl_coefficient > 0 else 0.0,
+        "reference": shard if policy.algorithm.needs_reference else 0.0,
         "gathered": (2 * layer + ends) * compute if ranks > 1 or master != compute else 0.0,
         "activations": float(tokens * kept),
         "logits": 4.0 * trainer.logprob_chunk_tokens * shape.vocabulary * 4,
