@@ -75,9 +75,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def golden_of(recipe: Recipe) -> Flat:
-    """What a golden file says of a recipe: the settings that somebody wrote, as they are resolved."""
+    """What a golden file says of a recipe: the settings that somebody wrote, as they are resolved, with all of the sections
+    that are there only because somebody wrote them."""
     written = dict(flat(recipe.model_dump(mode="json", exclude_unset=True)))
-    return {path: value for path, value in resolved(recipe).items() if path in written}
+    defaults = defaults_of(recipe)
+    return {path: value for path, value in resolved(recipe).items() if path in written or path not in defaults}
 
 
 def same(settings: Flat, path: str, value: Any) -> bool:
