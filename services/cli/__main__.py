@@ -49,6 +49,7 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
+    from services.cli.check import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
@@ -59,7 +60,9 @@ def run(
     if resume is not None:
         resolved, run_dir = reopen(resume)
     else:
-        resolved, run_dir = prepare(load_with_profile(Path(str(recipe)), set_ or (), profile))
+        loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
+        check_launch(loaded)
+        resolved, run_dir = prepare(loaded)
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
@@ -256,6 +259,26 @@ def weights(
         picture = plot_transfers(rows, output)
         if not as_json:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command()
+def rstar2(
+    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+) -> None:
+    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
+    from services.orchestrator.rows.rstar2 import process_train_dataset
+
+    done = process_train_dataset(inputs, output)
+    console.print(
+        f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,35 +22,57 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
-    """Every process of the run, orchestrator first. Start-up order does not matter: each waits for what it needs."""
+def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
+    """Every process of the run on one node, orchestrator first. Everything but inference services runs on node 0.
+
+    Start-up order does not matter: each waits for what it needs.
+    """
     orchestrator = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
+    services = [
+        inference_process(recipe, name, orchestrator)
+        for name, service in recipe.inference.items()
+        if service.node == node
+    ]
+    if node != 0:
+        return services
     specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
     if recipe.envgateway is not None:
         address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
         specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
-    for name, service in recipe.inference.items():
-        specs.append(
-            _spec(
-                f"inference-{name}",
-                f"{service.host}:{service.port}",
-                *("services.inference", "--name", name, "--orchestrator", orchestrator),
-                threads=service.threads,
-            )
-        )
-    for name, policy in recipe.policies.items() if recipe.run.steps else ():
-        arguments = ("--policy", name, "--orchestrator", orchestrator, "--run-dir", str(run_dir))
-        ranks = policy.trainer.num_ranks
-        module = ("services.trainer",) if ranks == 1 else ("services.trainer.launch_ranks", f"--num-ranks={ranks}")
-        specs.append(
-            _spec(
-                f"trainer-{name}",
-                f"127.0.0.1:{policy.trainer.port}",
-                *(*module, *arguments),
-                threads=policy.trainer.threads,
-            )
-        )
-    return specs
+    trainers = [
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir))
+        for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
+    ]
+    return [*specs, *services, *trainers]
+
+
+def inference_process(recipe: Recipe, name: str, orchestrator: str) -> ProcessSpec:
+    """One inference service, dialling the orchestrator at this address."""
+    service = recipe.inference[name]
+    return _spec(
+        f"inference-{name}",
+        f"{service.host}:{service.port}",
+        *("services.inference", "--name", name, "--orchestrator", orchestrator),
+        threads=service.threads,
+        gpus=service.gpus,
+    )
+
+
+def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str) -> ProcessSpec:
+    """The trainer of one policy, its ranks under one launcher."""
+    trainer = recipe.policies[policy].trainer
+    module = ["services.trainer"]
+    if trainer.num_ranks > 1:
+        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks}"]
+        if trainer.rendezvous_port:
+            module.append(f"--rendezvous-port={trainer.rendezvous_port}")
+    return _spec(
+        f"trainer-{policy}",
+        f"127.0.0.1:{trainer.port}",
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *more),
+        threads=trainer.threads,
+        gpus=trainer.gpus,
+    )
 
 
 def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
@@ -80,18 +102,19 @@ def with_free_ports(recipe: Recipe) -> Recipe:
 
 
 def ports_in_use(recipe: Recipe) -> list[str]:
-    """The settings whose port somebody else holds on this machine, with what to do."""
+    """The settings whose port somebody else holds on this machine, node 0, with what to do."""
+    elsewhere = {f"inference.{name}.port" for name, service in recipe.inference.items() if service.node != 0}
     problems = []
     for where, port in recipe.ports():
-        if port and not is_free(port):
+        if port and where not in elsewhere and not is_free(port):
             problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
 
 
-def _spec(name: str, address: str, module: str, *arguments: str, threads: int = 1) -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        argv=(sys.executable, "-m", module, *arguments),
-        address=address,
-        env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
-    )
+def _spec(
+    name: str, address: str, module: str, *arguments: str, threads: int = 1, gpus: Sequence[int] = ()
+) -> ProcessSpec:
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return ProcessSpec(name=name, argv=(sys.executable, "-m", module, *arguments), address=address, env=env)

@@ -51,7 +51,7 @@ def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_
     if config.engine in ("torch", "forced"):
         return _load_torch(policy, settings, config, on_tokens)
     raise ConfigError(
-        f"inference: engine {config.engine} is not in this version; write engine: torch, forced or scripted"
+        f"inference: engine {config.engine} cannot be started by this version; write engine: torch, forced or scripted"
     )
 
 

@@ -18,7 +18,7 @@ class WorkflowConfig(Section):
 
 class DatasetConfig(Section):
     path: str | None = None
-    """A jsonl file, a directory that `datasets` can load, or a Hugging Face dataset name."""
+    """A jsonl or parquet file, a directory that `datasets` can load, or a Hugging Face dataset name."""
     name: str | None = None
     """Instead of `path`: a dataset known by name, such as `deepscaler` or `math500`. Read from `MILLRACE_DATA_ROOT` when
     it lies there, else fetched from the hub; its rows are brought into one form."""
@@ -37,6 +37,8 @@ class DatasetConfig(Section):
     """Draw tasks in a seeded random order, anew each pass. Evaluation never shuffles."""
     limit: int | None = Field(default=None, ge=1)
     """Take only the first rows."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Leave out training tasks whose text is longer, without chat template and instruction, and count them."""
     seed: int = 0
     """Seeds generator and order, together with `run.seed` for training data."""
 
@@ -58,6 +60,15 @@ class DataConfig(Section):
     lately less often, the longer that lasts."""
     evaluation: dict[str, DatasetConfig] = {}
     """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
+
+    @model_validator(mode="after")
+    def _evaluation_is_whole(self) -> DataConfig:
+        for name, dataset in self.evaluation.items():
+            if dataset.max_prompt_tokens is not None:
+                raise ValueError(
+                    f"evaluation.{name}.max_prompt_tokens: an evaluation plays every task; leave max_prompt_tokens out"
+                )
+        return self
 
 
 class SamplingConfig(Section):

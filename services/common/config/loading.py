@@ -1,7 +1,8 @@
 """From a recipe file to a validated ``Recipe``: extends, overrides, variables, and errors that say what to write.
 
 Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, a ``--profile``, the
-overrides again, environment variables for ports. Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
+overrides again, environment variables for ports and GPUs. ``defaults`` go below all of these (``config.defaults``).
+Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
 ``../`` is a path relative to the file that holds it.
 
 Imports neither torch nor grpc: a typo costs a second, not a night.
@@ -19,7 +20,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from services.common.config.defaults import merge, spread_defaults
 from services.common.config.explain import explain
+from services.common.config.gpu_variables import gpu_settings
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -45,12 +48,12 @@ def load_recipe(
     for override in overrides:
         _apply_override(tree, override)
     if profile is not None:
-        tree = profile(validate(tree, source=str(path)).model_dump(mode="json"))
+        tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
         for override in overrides:
             if not override.strip().startswith("data."):  # the profile has replaced whole datasets
                 _apply_override(tree, override)
     _apply_variables(tree, environment)
-    return validate(tree, source=str(path))
+    return validate(spread_defaults(tree), source=str(path))
 
 
 def validate(tree: Mapping[str, Any], source: str) -> Recipe:
@@ -68,7 +71,7 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = recipe.model_dump(mode="json")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    partial = run_dir / f"{RESOLVED}.partial"
+    partial = run_dir / f"{RESOLVED}.{os.getpid()}.partial"  # several processes of a split launch may write it at once
     partial.write_text(json.dumps(tree, indent=1))
     partial.replace(run_dir / RESOLVED)
 
@@ -121,7 +124,8 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     parent = Path(base) if Path(base).is_absolute() else file.parent / base
     if not parent.is_file():
         raise ConfigError(f"{file}: extends names {parent}, which does not exist")
-    return _merge(_read(parent, (*seen, file)), tree)
+    merged: dict[str, Any] = merge(_read(parent, (*seen, file)), tree)
+    return merged
 
 
 def _absolute(value: Any, directory: Path) -> Any:
@@ -132,14 +136,6 @@ def _absolute(value: Any, directory: Path) -> Any:
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((directory / value).resolve())
     return value
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -170,6 +166,8 @@ def _apply_variables(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         if not text.isdigit():
             raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
         _set(tree, path, int(text))
+    for path, value in gpu_settings(tree, environment):
+        _set(tree, path, value)
 
 
 def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

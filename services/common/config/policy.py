@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -98,6 +98,11 @@ class TrainerConfig(Section):
     """Port of the trainer's StatusService; 0 takes a free one."""
     num_ranks: int = Field(default=1, ge=1)
     """Processes that share the training (FSDP2)."""
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs that it gets for itself, one per rank; empty: it sees what its environment shows. Variable: TRAINER_<POLICY>_GPUS,
+    which also sets `num_ranks`."""
+    rendezvous_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which several ranks find each other; 0 takes a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU when there is one."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"

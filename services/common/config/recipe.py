@@ -11,6 +11,7 @@ from services.common.config.base import Section
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.config.placement import check_placement
 from services.common.config.policy import PolicyConfig
 from services.common.config.services import (
     InferenceConfig,
@@ -59,7 +60,7 @@ class Recipe(Section):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     """The orchestrator."""
     inference: dict[str, InferenceConfig] = Field(default={"a": InferenceConfig()}, min_length=1)
-    """The inference services that `millrace run` starts on this node, by name. Others may join at any time."""
+    """The inference services of the run, by name. Others may join at any time."""
     envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
     """The environment gateway; null when the workflow needs none."""
     warm_start: dict[str, WarmStartConfig] = {}
@@ -81,6 +82,7 @@ class Recipe(Section):
         self._check_models()
         self._check_batches()
         self._check_ports()
+        check_placement(self.inference, self.policies)
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
@@ -176,13 +178,14 @@ class Recipe(Section):
         return [chosen]
 
     def ports(self) -> list[tuple[str, int]]:
-        """Every port of the recipe with the key that sets it; 0 takes a free one."""
+        """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
         ports = [("orchestrator.port", self.orchestrator.port)]
         ports += [(f"inference.{name}.port", service.port) for name, service in self.inference.items()]
         if self.envgateway:
             ports.append(("envgateway.port", self.envgateway.port))
         for name, policy in self.policies.items():
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
+            ports.append((f"policies.{name}.trainer.rendezvous_port", policy.trainer.rendezvous_port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
         return ports
 

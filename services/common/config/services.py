@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from services.common.config.base import Section
+from services.common.config.sglang import SglangConfig
 
 
 class RolloutConfig(Section):
@@ -73,7 +74,7 @@ class InferenceConfig(Section):
     """gRPC port; 0 takes a free one."""
     engine: Literal["torch", "forced", "scripted", "sglang"] = "torch"
     """`torch`: embedded, CPU or one GPU. `forced`: the same, over tokens that a script chooses instead of sampling, for
-    trying a recipe without a trained model. `scripted`: no model, for tests and simulations."""
+    trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`: many GPUs."""
     policies: list[str] = []
     """Policies that this service serves; empty means all."""
     num_slots: int = Field(default=64, ge=1)
@@ -88,10 +89,18 @@ class InferenceConfig(Section):
     """Type in which the engine computes."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads on a CPU."""
+    node: int = Field(default=0, ge=0)
+    """The node it runs on. `millrace run` starts what belongs to node 0 and prints the commands for the others."""
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs of its node that it gets for itself; empty: it sees what its environment shows. Variable: INFERENCE_<NAME>_GPUS."""
+    engines: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """With `sglang`, engines of each policy (data parallel); left out, all GPUs are the only policy's."""
     scripted: ScriptedEngineConfig = ScriptedEngineConfig()
     """Settings of the scripted engine."""
     forced: ForcedEngineConfig = ForcedEngineConfig()
     """Settings of the forced engine."""
+    sglang: SglangConfig = SglangConfig()
+    """Settings of the SGLang engines."""
 
 
 class WarmStartConfig(Section):
@@ -128,3 +137,5 @@ class LaunchConfig(Section):
     """Times that a process killed by a signal is started again."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
+    gpu_memory_gib: float = Field(default=80.0, gt=0)
+    """Memory of each GPU. `millrace check` and `millrace run` refuse what cannot fit."""

@@ -48,6 +48,7 @@ from services.inference.workflows.generated_cases import (
     verifier_reward,
 )
 from services.inference.workflows.problem_text import without_examples
+from services.inference.workflows.program_prompts import asking_for_program
 from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
 from services.inference.workflows.rewards import build_grader
 
@@ -212,12 +213,9 @@ class CodegenVerifier:
         return Outcome(sequences=tuple(sequences), reward=last.reward.value, metrics=metrics)
 
     def _messages(self, job: _Job) -> list[Message]:
-        messages = build_messages(self._settings, job.task)
-        if job.entry_point is None:
-            return messages  # what to write is said in the task's text or nowhere
-        template = self._settings.function_prompt if job.entry_point else self._settings.program_prompt
-        problem = str(messages[-1]["content"])
-        return with_last_text(messages, fill(template, problem=problem, entry_point=job.entry_point))
+        settings = self._settings
+        messages = build_messages(settings, job.task)
+        return asking_for_program(messages, job.task, settings.program_prompt, settings.function_prompt)
 
     async def _write(self, job: _Job, messages: list[Message], max_prompt_tokens: int | None = None) -> _Attempt:
         conversation = Conversation(
