@@ -3,7 +3,7 @@
     swapped    models for random ones of the same architecture, made on the spot; sampling for scripted answers of which half
                are right (``engine: forced``), with real log-probabilities and versions
     shrunk     steps, batches, groups, contexts and budgets, evaluation; rows to a few, of those that lie on this machine
-    freed      ports, hosts, devices: everything on this machine's CPU, on free ports, in float32
+    freed      ports, hosts, nodes, devices: everything on this machine's CPU, on free ports, in float32
     kept       workflows, rewards, filters, losses, optimizers, environments, weight transfer, and which services there are
 
 A pure function from a recipe's tree to another; what lies on this machine is asked of its caller. Budgets are set
@@ -125,6 +125,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
     policy["trainer"] |= {
         "port": 0,
         "num_ranks": 1,
+        "gpus": [],
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",
@@ -139,6 +140,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
 
 def _inference(service: Tree) -> None:
     service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1, "engine_slots": None}
+    service |= {"gpus": [], "engines": {}, "node": 0}
     _at_most(service, "num_slots", NUM_SLOTS)
 
 
