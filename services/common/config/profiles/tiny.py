@@ -124,7 +124,9 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         batch["resample"]["keep"] = max(2, batch["resample"]["keep"] * group // old_group)
     policy["trainer"] |= {
         "port": 0,
+        "rendezvous_port": 0,
         "num_ranks": 1,
+        "gpus": [],
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",
@@ -139,6 +141,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
 
 def _inference(service: Tree) -> None:
     service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1, "engine_slots": None}
+    service |= {"node": 0, "gpus": [], "engines": {}}
     _at_most(service, "num_slots", NUM_SLOTS)
 
 
