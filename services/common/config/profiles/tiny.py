@@ -124,6 +124,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         batch["resample"]["keep"] = max(2, batch["resample"]["keep"] * group // old_group)
     policy["trainer"] |= {
         "port": 0,
+        "rendezvous_port": 0,
         "num_ranks": 1,
         "gpus": [],
         "device": "cpu",
@@ -140,7 +141,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
 
 def _inference(service: Tree) -> None:
     service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1, "engine_slots": None}
-    service |= {"gpus": [], "engines": {}, "node": 0}
+    service |= {"node": 0, "gpus": [], "engines": {}}
     _at_most(service, "num_slots", NUM_SLOTS)
 
 
