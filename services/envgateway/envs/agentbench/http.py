@@ -11,7 +11,6 @@ import orjson
 
 from services.common.errors import InfrastructureError
 
-
 _SHOWN_CHARS = 300
 
 
