@@ -1,10 +1,12 @@
 """``millrace check``: everything that can be known to be wrong before a process starts.
 
-The schema is checked by loading; here it is what the recipe names: data, workflow, rewards, models, ports.
+The schema is checked by loading; here it is what the recipe names: data, workflow, rewards, models, ports, and whether
+it fits into the GPUs. ``check_launch`` is the part that `millrace run` asks, too: what would end a run long after its start.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.plan import plan, ports_in_use
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
@@ -21,10 +24,10 @@ from services.common.importing import load_object
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    problems = ports_in_use(recipe)
+    problems = [*ports_in_use(recipe), *misfits(recipe)]
     checks: list[Callable[[], object]] = [
         lambda: _check_data("data.train", recipe.data.train),
-        lambda: _check_data("data.evaluation", recipe.data.evaluation),
+        lambda: _check_evaluation_data(recipe),
         lambda: _check_workflow(recipe),
         lambda: _check_models(recipe),
         lambda: _check_warm_start(recipe),
@@ -38,14 +41,23 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
 
+def check_launch(recipe: Recipe) -> None:
+    """What `millrace run` refuses before any process starts; raises ``ConfigError`` with one line per problem."""
+    problems = [*_missing_data(recipe), *misfits(recipe), *_missing_packages(recipe)]
+    if problems:
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+
+
 def describe(recipe: Recipe) -> RenderableType:
     """What would be started, and on what."""
     processes = Table(box=None, header_style="dim")
-    for column in ("process", "address", "command"):
+    for column in ("process", "node", "address", "GPUs", "command"):
         processes.add_column(column)
-    for spec in plan(recipe, Path(recipe.run.dir) / (recipe.run.id or "RUN")):
-        address = spec.address if not spec.address.endswith(":0") else "a free port"
-        processes.add_row(spec.name, address, " ".join(["python", *spec.argv[1:]]))
+    for node in sorted({0, *(service.node for service in recipe.inference.values())}):
+        for spec in plan(recipe, Path(recipe.run.dir) / (recipe.run.id or "RUN"), node):
+            address = spec.address if not spec.address.endswith(":0") else "a free port"
+            gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "")
+            processes.add_row(spec.name, str(node), address, gpus, " ".join(["python", *spec.argv[1:]]))
     policies = Table(box=None, header_style="dim")
     for column in ("policy", "model", "loss", "batch", "staleness", "ranks"):
         policies.add_column(column)
@@ -61,27 +73,80 @@ def describe(recipe: Recipe) -> RenderableType:
     return Group(
         Text(f"{recipe.name} is ready to run: {recipe.run.steps} training steps", style="bold green"),
         policies,
+        *_memory(recipe),
         processes,
     )
 
 
-def _check_data(where: str, config: DatasetConfig | None) -> None:
-    if config is None:
-        return
+def _memory(recipe: Recipe) -> list[RenderableType]:
+    """Estimated GiB on each GPU, by process and part."""
+    found = list(estimates(recipe))
+    if not found:
+        return []
+    names = list(dict.fromkeys(name for estimate in found for name in estimate.parts))
+    table = Table(box=None, header_style="dim", caption="estimated GiB on each GPU", caption_justify="left")
+    for column in ("process", "node", "GPUs", *names, "in all", "of"):
+        table.add_column(column, justify="left" if column in ("process", "GPUs") else "right")
+    for estimate in found:
+        sizes = [f"{estimate.parts[name] / GIB:.1f}" if name in estimate.parts else "" for name in names]
+        gpus = ",".join(map(str, estimate.gpus))
+        totals = (f"{estimate.total / GIB:.1f}", f"{recipe.launch.gpu_memory_gib:g}")
+        table.add_row(estimate.process, str(estimate.node), gpus, *sizes, *totals)
+    return [table]
+
+
+def _check_evaluation_data(recipe: Recipe) -> None:
+    problems = []
+    for name, config in recipe.data.evaluation.items():
+        try:
+            _check_data(f"data.evaluation.{name}", config)
+        except MillraceError as error:
+            problems.append(error.message)
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def _missing_data(recipe: Recipe) -> list[str]:
+    """Datasets known by name that are neither on this disk nor fetched by themselves."""
+    from services.orchestrator.catalogue import must_be_fetched_by_hand
+
+    named = {"data.train": recipe.data.train}
+    named |= {f"data.evaluation.{name}": config for name, config in recipe.data.evaluation.items()}
+    problems = []
+    for where, config in named.items():
+        if config.name is not None and (problem := must_be_fetched_by_hand(config.name, f"{where}.name")):
+            problems.append(problem)
+    return problems
+
+
+def _missing_packages(recipe: Recipe) -> list[str]:
+    """Engines of this node whose package is not installed."""
+    if importlib.util.find_spec("sglang") is not None:
+        return []
+    return [
+        f"inference.{name}.engine is sglang, but the package sglang is not installed here: run this on a GPU machine "
+        "after `pip install 'millrace[sglang]'`, or write engine: torch"
+        for name, service in recipe.inference.items()
+        if service.engine == "sglang" and service.node == 0
+    ]
+
+
+def _check_data(where: str, config: DatasetConfig) -> None:
     if config.generator is None and config.path is not None and not Path(config.path).exists():
-        if Path(config.path).suffix in (".jsonl", ".json", ".ndjson") or config.path.startswith(("/", ".")):
+        if Path(config.path).suffix in (".jsonl", ".json", ".ndjson", ".parquet") or config.path.startswith(("/", ".")):
             raise ConfigError(
-                f"{where}.path: {config.path} does not exist; write an existing jsonl file or a dataset name"
+                f"{where}.path: {config.path} does not exist; write an existing jsonl or parquet file, or a dataset name"
             )
         return  # a hub name: fetched on first use
-    from services.orchestrator.catalogue import how_to_get, known, local_file
+    from services.orchestrator.catalogue import is_fetched, must_be_fetched_by_hand
     from services.orchestrator.datasets import open_source
 
     try:
-        if config.name is not None and local_file(config.name) is None:
-            if known(config.name).hub is None:
-                raise ConfigError(how_to_get(config.name, f"{where}.name"))
-            return  # fetched on first use
+        if config.name is not None:
+            if problem := must_be_fetched_by_hand(config.name, f"{where}.name"):
+                raise ConfigError(problem)
+            if is_fetched(config.name):
+                return  # on first use
         tasks = open_source(config, config.seed)
     except MillraceError as error:
         raise ConfigError(f"{where}: {error.message}") from None
@@ -90,9 +155,13 @@ def _check_data(where: str, config: DatasetConfig | None) -> None:
 
 
 def _check_workflow(recipe: Recipe) -> None:
-    from services.inference.workflows.registry import build_workflow
+    from services.inference.scripts.registry import load_scripts
+    from services.inference.workflows.registry import build_workflows
 
-    build_workflow(recipe.workflow)
+    build_workflows(recipe)
+    for service in recipe.inference.values():
+        if service.engine == "forced":
+            load_scripts(service.forced, recipe)
 
 
 def _check_models(recipe: Recipe) -> None:
@@ -108,15 +177,14 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def _check_warm_start(recipe: Recipe) -> None:
-    if recipe.warm_start is None:
-        return
-    for key in ("builder", "dialogues"):
-        value: str = getattr(recipe.warm_start, key)
-        if key == "dialogues" and Path(value).is_file():
-            continue
-        try:
-            found = load_object(value)
-        except MillraceError as error:
-            raise ConfigError(f"warm_start.{key}: {error.message}") from None
-        if not callable(found):
-            raise ConfigError(f"warm_start.{key}: {value} is no function")
+    for policy, section in recipe.warm_start.items():
+        for key in ("builder", "dialogues"):
+            value: str | None = getattr(section, key)
+            if value is None or (key == "dialogues" and Path(value).is_file()):
+                continue
+            try:
+                found = load_object(value)
+            except MillraceError as error:
+                raise ConfigError(f"warm_start.{policy}.{key}: {error.message}") from None
+            if not callable(found):
+                raise ConfigError(f"warm_start.{policy}.{key}: {value} is no function")

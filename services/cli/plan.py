@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.cli.free_ports import free_ports, is_free
 from services.common.config.recipe import Recipe, warm_start_dir
 
 
@@ -22,43 +22,71 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def plan(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
-    """Every process of the run, orchestrator first. Start-up order does not matter: each waits for what it needs."""
+def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
+    """Every process of the run on one node, orchestrator first. Everything but inference services runs on node 0.
+
+    Start-up order does not matter: each waits for what it needs.
+    """
     orchestrator = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
+    services = [
+        inference_process(recipe, name, orchestrator)
+        for name, service in recipe.inference.items()
+        if service.node == node
+    ]
+    if node != 0:
+        return services
     specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
     if recipe.envgateway is not None:
         address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
         specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
-    for name, service in recipe.inference.items():
-        specs.append(
-            _spec(
-                f"inference-{name}",
-                f"{service.host}:{service.port}",
-                *("services.inference", "--name", name, "--orchestrator", orchestrator),
-                threads=service.threads,
-            )
-        )
-    for name, policy in recipe.policies.items():
-        arguments = ("--policy", name, "--orchestrator", orchestrator, "--run-dir", str(run_dir))
-        ranks = policy.trainer.num_ranks
-        module = ("services.trainer",) if ranks == 1 else ("services.trainer.launch_ranks", f"--num-ranks={ranks}")
-        specs.append(
-            _spec(
-                f"trainer-{name}",
-                f"127.0.0.1:{policy.trainer.port}",
-                *(*module, *arguments),
-                threads=policy.trainer.threads,
-            )
-        )
-    return specs
+    trainers = [
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir))
+        for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
+    ]
+    return [*specs, *services, *trainers]
 
 
-def warm_start_command(recipe: Recipe, run_dir: Path) -> ProcessSpec | None:
-    """The process that makes the starting checkpoint; None when there is none to make."""
-    if recipe.warm_start is None:
-        return None
-    threads = recipe.policies[recipe.warm_start.policy].trainer.threads
-    return _spec("warm-start", "", "services.trainer.warm_start", "--run-dir", str(run_dir), threads=threads)
+def inference_process(recipe: Recipe, name: str, orchestrator: str) -> ProcessSpec:
+    """One inference service, dialling the orchestrator at this address."""
+    service = recipe.inference[name]
+    return _spec(
+        f"inference-{name}",
+        f"{service.host}:{service.port}",
+        *("services.inference", "--name", name, "--orchestrator", orchestrator),
+        threads=service.threads,
+        gpus=service.gpus,
+    )
+
+
+def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str) -> ProcessSpec:
+    """The trainer of one policy, its ranks under one launcher."""
+    trainer = recipe.policies[policy].trainer
+    module = ["services.trainer"]
+    if trainer.num_ranks > 1:
+        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks}"]
+        if trainer.rendezvous_port:
+            module.append(f"--rendezvous-port={trainer.rendezvous_port}")
+    return _spec(
+        f"trainer-{policy}",
+        f"127.0.0.1:{trainer.port}",
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *more),
+        threads=trainer.threads,
+        gpus=trainer.gpus,
+    )
+
+
+def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
+    """The processes that make the starting checkpoints which are not there yet, one for each policy."""
+    return [
+        _spec(
+            f"warm-start-{policy}",
+            "",
+            *("services.trainer.warm_start", "--policy", policy, "--run-dir", str(run_dir)),
+            threads=recipe.policies[policy].trainer.threads,
+        )
+        for policy in recipe.warm_start
+        if not (warm_start_dir(run_dir, policy) / "config.json").exists()
+    ]
 
 
 def with_free_ports(recipe: Recipe) -> Recipe:
@@ -67,45 +95,26 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     sections = [tree["orchestrator"], *tree["inference"].values()]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
-    held: list[socket.socket] = []  # all held until the end, so that no two get the same
-    try:
-        for section in sections:
-            if section["port"] == 0:
-                listener = socket.socket()
-                listener.bind(("127.0.0.1", 0))
-                held.append(listener)
-                section["port"] = listener.getsockname()[1]
-    finally:
-        for listener in held:
-            listener.close()
+    open_sections = [section for section in sections if section["port"] == 0]
+    for section, port in zip(open_sections, free_ports(len(open_sections)), strict=True):
+        section["port"] = port
     return Recipe.model_validate(tree)
 
 
 def ports_in_use(recipe: Recipe) -> list[str]:
-    """The settings whose port somebody else holds on this machine, with what to do."""
+    """The settings whose port somebody else holds on this machine, node 0, with what to do."""
+    elsewhere = {f"inference.{name}.port" for name, service in recipe.inference.items() if service.node != 0}
     problems = []
     for where, port in recipe.ports():
-        if not port:
-            continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
+        if port and where not in elsewhere and not is_free(port):
+            problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
 
 
-def starting_checkpoint_exists(recipe: Recipe, run_dir: Path) -> bool:
-    return (
-        recipe.warm_start is not None and (warm_start_dir(run_dir, recipe.warm_start.policy) / "config.json").exists()
-    )
-
-
-def _spec(name: str, address: str, module: str, *arguments: str, threads: int = 1) -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        argv=(sys.executable, "-m", module, *arguments),
-        address=address,
-        env={"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
-    )
+def _spec(
+    name: str, address: str, module: str, *arguments: str, threads: int = 1, gpus: Sequence[int] = ()
+) -> ProcessSpec:
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return ProcessSpec(name=name, argv=(sys.executable, "-m", module, *arguments), address=address, env=env)

@@ -75,11 +75,34 @@ def _replicas(progress: run_pb2.RunProgress) -> Table:
 def evaluations_table(progress: run_pb2.RunProgress) -> Table:
     """Evaluations finished so far."""
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("evaluation", "mean reward", "trajectories", "failed"):
-        table.add_column(column, justify="left" if column == "evaluation" else "right")
+    for column in ("evaluation", "versions", "dataset", "reward", "95%", "pass@k", "trajectories", "failed"):
+        table.add_column(
+            column, justify="left" if column in ("evaluation", "versions", "dataset", "pass@k") else "right"
+        )
     for result in progress.evaluations:
-        table.add_row(result.name, f"{result.mean_reward:.3f}", str(result.num_trajectories), str(result.num_failed))
+        name, versions = result.name, _versions(result)
+        if len(result.datasets) > 1:
+            counts = (str(result.num_trajectories), str(result.num_failed))
+            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", "", *counts)
+            name = versions = ""
+        for found in result.datasets:
+            reward = found.mean_reward
+            table.add_row(
+                *(name, versions, found.name, f"{reward.value:.3f}", f"{reward.low:.3f}-{reward.high:.3f}"),
+                "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
+                *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
+            )
+            name = versions = ""
     return table
+
+
+def _versions(result: run_pb2.EvaluationResult) -> str:
+    """Of one version where it was pinned, else the range that it was played on."""
+    parts = []
+    for policy, version in sorted(result.versions.items()):
+        newest = result.newest_versions.get(policy, version)
+        parts.append(f"{policy}@{version}" if newest == version else f"{policy}@{version}..{newest} (not pinned)")
+    return " ".join(parts)
 
 
 class ProgressView:

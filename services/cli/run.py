@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 
 import structlog
 from rich.console import Console
+from rich.status import Status
 
 from services.cli.errors import Interrupted
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import plan, ports_in_use, starting_checkpoint_exists, warm_start_command, with_free_ports
+from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
@@ -109,23 +111,20 @@ class _StopSignal:
 
 
 def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
-    spec = warm_start_command(recipe, run_dir)
-    if spec is None or starting_checkpoint_exists(recipe, run_dir):
-        return
-    with console.status("warm start: making the starting checkpoint") as status:
-        metrics = run_dir / "metrics" / "warm_start.jsonl"
+    metrics = run_dir / "metrics" / "warm_start.jsonl"
+    for spec in warm_start_commands(recipe, run_dir):
+        with console.status(f"{spec.name}: making the starting checkpoint") as status:
 
-        def tick() -> None:
-            stop.check()
-            if row := _last_row(metrics):
-                status.update(
-                    f"warm start: update {row.get('step')}/{recipe.warm_start.steps if recipe.warm_start else '?'}"
-                    f", loss {row.get('loss', float('nan')):.3f}"
-                )
+            def tick(name: str = spec.name, status: Status = status) -> None:
+                stop.check()
+                if row := _last_row(metrics):
+                    status.update(
+                        f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
+                    )
 
-        processes.run_to_end(spec, tick)
-    last = _last_row(run_dir / "metrics" / "warm_start.jsonl") or {}
-    console.print(f"warm start done: {last.get('step', '?')} updates, loss {last.get('loss', float('nan')):.3f}")
+            processes.run_to_end(spec, tick)
+        last = _last_row(metrics) or {}
+        console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
 def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:

@@ -55,6 +55,7 @@ class Chat:
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
         self._cached_encode = lru_cache(_CACHE_SIZE)(self.encode)
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        self._by_thinking: dict[bool, Chat] = {}
         self._special_text = self._find_special_text()
         self.end_of_turn_id = self._find_end_of_turn()
         self.stop_token_ids = self._find_stop_tokens()
@@ -122,12 +123,32 @@ class Chat:
             mask += [False] * len(read)
         return SupervisedExample(token_ids=tuple(ids), is_assistant=tuple(mask))
 
+    def as_text(self, text: str) -> str:
+        """The text with a space inside whatever reads like a special token: nothing in it begins or ends a turn."""
+        return self._special_text.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", text)
+
+    def with_thinking(self, thinking: bool | None) -> Chat:
+        """The same chat with the template's thinking on or off (its ``enable_thinking``); None leaves its default.
+
+        A template that knows no such switch gives the same chat back.
+        """
+        if thinking is None:
+            return self
+        if thinking not in self._by_thinking:
+            made = Chat(self._tokenizer, {**self._arguments, "enable_thinking": thinking})
+            other = Chat(self._tokenizer, {**self._arguments, "enable_thinking": not thinking})
+            differs = made._invitation() != other._invitation()
+            self._by_thinking |= {thinking: made, not thinking: other} if differs else {True: self, False: self}
+        return self._by_thinking[thinking]
+
+    def _invitation(self) -> str:
+        return self._render([_DUMMY_USER], invite=True)
+
     def _without_special(self, message: Message) -> Message:
-        """The message with a space inside whatever reads like a special token. Others come back as they are."""
         content = message.get("content")
         if not isinstance(content, str) or not self._special_text.search(content):
             return message
-        return {**message, "content": self._special_text.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", content)}
+        return {**message, "content": self.as_text(content)}
 
     # -- the template -------------------------------------------------------------------------------------------
 

@@ -233,6 +233,7 @@ def order_to_proto(order: TaskGroupOrder) -> pool_pb2.RunTaskGroup:
         required_versions=dict(order.required_versions),
         seed=order.seed,
         timeout=duration_to_proto(order.timeout_s),
+        policies=order.policies,
     )
 
 
@@ -249,6 +250,7 @@ def order_from_proto(proto: pool_pb2.RunTaskGroup, default: Sampling = _DEFAULT_
         required_versions=dict(proto.required_versions),
         seed=proto.seed,
         timeout_s=duration_from_proto(proto.timeout),
+        policies=tuple(proto.policies),
     )
 
 

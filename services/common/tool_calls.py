@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -54,17 +54,20 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
     return ToolCall(name=call["name"], arguments=arguments)
 
 
-def cut_in_the_middle(text: str, max_chars: int) -> str:
-    """At most ``max_chars`` characters: begin and end of a longer text with a mark between them.
+Cut = Literal["start", "middle", "end"]
+_MARK = " ...(cut)... "
 
-    >>> cut_in_the_middle("0123456789" * 3, 20)
-    '0123 ...(cut)... 789'
+
+def cut_text(text: str, max_chars: int, where: Cut = "middle") -> str:
+    """At most ``max_chars`` characters of a text: what is left out is at its start, in its middle or at its end.
+
+    >>> cut_text("0123456789" * 3, 20), cut_text("0123456789" * 3, 20, "end"), cut_text("0123456789" * 3, 20, "start")
+    ('0123 ...(cut)... 789', '0123456 ...(cut)... ', ' ...(cut)... 3456789')
     """
     if len(text) <= max_chars:
         return text
-    mark = " ...(cut)... "
-    room = max_chars - len(mark)
+    room = max_chars - len(_MARK)
     if room < 2:
-        return text[:max_chars]
-    tail = room // 2
-    return text[: room - tail] + mark + text[len(text) - tail :]
+        return text[-max_chars:] if where == "start" else text[:max_chars]
+    tail = {"start": room, "middle": room // 2, "end": 0}[where]
+    return text[: room - tail] + _MARK + text[len(text) - tail :]

@@ -189,6 +189,7 @@ class TaskGroupOrder:
     purpose: Purpose
     sampling: Sampling
     required_versions: Mapping[str, int] = field(default_factory=dict)  # evaluation: serve on exactly these
+    policies: tuple[str, ...] = ()  # that the rollouts may use; empty means all
     seed: int = 0
     timeout_s: float = 600.0
 

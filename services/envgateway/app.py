@@ -18,7 +18,6 @@ from services.common.rpc.server import Server
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import PythonTool, ToolBox
 from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
@@ -34,8 +33,8 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
 from services.envgateway.servicer_judge import JudgeServicer
 from services.envgateway.taskserver.server import TaskServer
-
-_TOOL_GRACE_S = 30.0  # waiting for a slot, on top of a program's own time
+from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.registry import ToolBox, load_tools
 
 
 class Gateway:
@@ -47,14 +46,10 @@ class Gateway:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
         self._math = MathPool(config.math)
-        timeout_s = config.sandbox.wall_time_s + _TOOL_GRACE_S
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
         self._rewards = Rewards(self._math, self.queue)
         self._tools = ToolBox(
-            [
-                PythonTool(self.queue, "python", takes_input=False, timeout_s=timeout_s),
-                PythonTool(self.queue, "python_code_with_standard_io", takes_input=True, timeout_s=timeout_s),
-            ]
+            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
         self._environments = EnvironmentRegistry(
             config.environments, EnvironmentContext(self._rewards, self._tools), make_worlds(config)
@@ -162,10 +157,14 @@ async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = ""
     gateway = Gateway(config, sandbox, run_id, redis_uri)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
+    broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
     try:
         await asyncio.sleep(0)
         await gateway.start()
-        await stop_asked
+        ended, _ = await asyncio.wait((stop_asked, broken), return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            await task  # a supervisor can restart a dead gateway, not one that has lost its way to the workers
     finally:
         stop_asked.cancel()
+        broken.cancel()
         await gateway.stop()

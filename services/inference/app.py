@@ -33,7 +33,7 @@ from services.inference.pool_client import PoolClient, ReplicaIdentity
 from services.inference.replica import Replica
 from services.inference.rollout import RolloutPlayer
 from services.inference.trajectory_sender import TrajectorySender
-from services.inference.workflows.registry import build_workflow
+from services.inference.workflows.registry import build_workflows
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ async def run_replica(
     run_dir = settings.run_dir if settings.run_dir.is_dir() else None  # elsewhere when the replica is far away
     configure("inference", run_dir, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
-    workflow = build_workflow(settings.recipe.workflow)  # before the model: a wrong setting costs a second
+    workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(
         service="inference",
         instance_id=replica_id,
@@ -85,7 +85,7 @@ async def run_replica(
                 pool_pb2_grpc.PoolServiceStub(connection), replica_id=replica_id, incarnation=incarnation
             )
             player = RolloutPlayer(
-                workflow=workflow,
+                workflows=workflows,
                 policies={policy: loaded.served for policy, loaded in policies.items()},
                 gateway=gateway,
                 sink=sender,

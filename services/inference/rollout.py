@@ -32,9 +32,10 @@ from services.common.errors import (
     MillraceError,
     WeightsStaleError,
 )
-from services.common.types import RolloutFailure, TaskGroupOrder, Trajectory
+from services.common.types import Purpose, RolloutFailure, TaskGroupOrder, Trajectory
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.scripts.base import Scene
 from services.inference.workflows.base import Gateway, Outcome, Workflow, WorkflowContext
 
 log = structlog.get_logger(__name__)
@@ -71,7 +72,7 @@ class RolloutPlayer:
     def __init__(
         self,
         *,
-        workflow: Workflow,
+        workflows: Mapping[Purpose, Workflow],
         policies: Mapping[str, ServedPolicy],
         gateway: Gateway,
         sink: RecordSink,
@@ -80,7 +81,7 @@ class RolloutPlayer:
         infra_retries: int,
         waits: WaitShares | None = None,
     ) -> None:
-        self._workflow = workflow
+        self._workflows = workflows
         self._policies = policies
         self._gateway = gateway
         self._sink = sink
@@ -232,14 +233,16 @@ class RolloutPlayer:
         self._check_versions(order.required_versions)
         slot = f"{order.task_group_id}/{index}"
         seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
+        scene = Scene(order.task, order.purpose, seed)
         policies = {
-            name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits)
+            name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits, scene=scene)
             for name, policy in self._policies.items()
+            if not order.policies or name in order.policies
         }
         context = WorkflowContext(
             policies=policies, gateway=self._gateway, sampling=order.sampling, seed=seed, purpose=order.purpose
         )
-        outcome = await self._workflow.run(order.task, context)
+        outcome = await self._workflows[order.purpose].run(order.task, context)
         _check_outcome(outcome, order.required_versions)
         return outcome
 

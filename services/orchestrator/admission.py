@@ -12,7 +12,7 @@ Knows counts only: neither task groups nor replicas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -52,6 +52,7 @@ class Account:
     limits: Limits
     version: int = -1
     accepted: int = 0
+    running_slots: int = 0  # slots of issued training groups that are not resolved yet
     num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
     num_sequences: int = 0
 
@@ -64,9 +65,19 @@ class Account:
         return self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0
 
     @property
+    def expected(self) -> float:
+        """Sequences that running rollouts will bring, from what earlier ones brought."""
+        return self.running_slots * self.sequences_per_trajectory
+
+    @property
     def quota(self) -> int:
         limits = self.limits
         return quota(batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left)
+
+    @property
+    def fullness(self) -> float:
+        """Share of the quota in use; 1 where there is none."""
+        return (self.accepted + self.expected) / self.quota if self.quota else 1.0
 
 
 class Admission:
@@ -75,14 +86,16 @@ class Admission:
     def __init__(self, limits: Mapping[str, Limits], admit: Literal["all", "any"] = "all") -> None:
         self.accounts = {policy: Account(limit) for policy, limit in limits.items()}
         self._admit = admit
-        self.running_slots = 0  # slots of issued training groups that are not resolved yet
+        # Policies whose trainer is gone: the others do not wait for them, and what they cannot use is surplus.
+        self.absent: set[str] = set()
 
-    def open(self, lags: Mapping[str, int] = MappingProxyType({})) -> bool:
-        """Every policy that is still trained has room (``all``), or one has (``any``), at a replica with these lags."""
+    def open(self, policies: Iterable[str], lags: Mapping[str, int] = MappingProxyType({})) -> bool:
+        """Every one of the policies that is still trained has room (``all``), or one has (``any``), at a replica with
+        these lags."""
         rooms = [
             self.has_room(policy, lags.get(policy, 0))
-            for policy, account in self.accounts.items()
-            if account.steps_left > 0
+            for policy in policies
+            if self.accounts[policy].steps_left > 0 and policy not in self.absent
         ]
         return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
 
@@ -90,31 +103,38 @@ class Admission:
         account = self.accounts[policy]
         return has_room(
             accepted=account.accepted,
-            expected=self.expected(policy),
+            expected=account.expected,
             batch_size=account.limits.batch_size,
             max_staleness=account.limits.max_staleness,
             steps_left=account.steps_left,
             lag=lag,
         )
 
-    def expected(self, policy: str) -> float:
-        """Sequences that running rollouts will bring, from what earlier ones brought."""
-        return self.running_slots * self.accounts[policy].sequences_per_trajectory
+    def is_surplus(self, policy: str, num_sequences: int) -> bool:
+        """Whether the policy cannot use these sequences, which are among the accepted ones already."""
+        account = self.accounts[policy]
+        if account.steps_left == 0:
+            return True
+        outrun = self._admit == "any" or policy in self.absent
+        return outrun and account.accepted - num_sequences >= account.quota
 
-    def issued(self, num_slots: int) -> None:
-        """A training group was issued (or its slots are wanted again)."""
-        self.running_slots += num_slots
+    def issued(self, num_slots: int, policies: Iterable[str]) -> None:
+        """A training group of these policies was issued (or its slots are wanted again)."""
+        for policy in policies:
+            self.accounts[policy].running_slots += num_slots
 
-    def given_up(self, num_slots: int) -> None:
+    def given_up(self, num_slots: int, policies: Iterable[str]) -> None:
         """Slots failed or were cancelled: they bring nothing."""
-        self.running_slots -= num_slots
-        assert self.running_slots >= 0
+        for policy in policies:
+            self.accounts[policy].running_slots -= num_slots
+            assert self.accounts[policy].running_slots >= 0
 
-    def resolved(self, num_sequences: Mapping[str, int]) -> None:
-        """A slot brought a trajectory with so many sequences per policy."""
-        self.given_up(1)
-        for policy, account in self.accounts.items():
-            count = num_sequences.get(policy, 0)
+    def resolved(self, num_sequences: Mapping[str, int], policies: Iterable[str]) -> None:
+        """A slot of a group of these policies brought a trajectory with so many sequences per policy."""
+        for policy in policies:
+            account, count = self.accounts[policy], num_sequences.get(policy, 0)
+            account.running_slots -= 1
+            assert account.running_slots >= 0
             account.accepted += count
             account.num_trajectories += 1
             account.num_sequences += count

@@ -23,11 +23,12 @@ from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
 from services.common.rpc.server import Server
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
-from services.orchestrator.datasets import open_source
+from services.orchestrator.datasets import TaskSource, open_source
 from services.orchestrator.journal import records
 from services.orchestrator.journal.writer import Journal, JournalReader
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
+from services.orchestrator.prompt_length import ShortPrompts, with_short_prompts
 from services.orchestrator.recovery import recover
 from services.orchestrator.ring import Ring
 from services.orchestrator.servicer_pool import PoolServicer
@@ -65,7 +66,9 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         on_failure=fail,
     )
     reader = JournalReader(settings.journal_dir)
-    ring = _ring(settings.run_dir, recipe, journal, reader)
+    seed = recipe.run.seed + recipe.data.train.seed
+    tasks_to_train = with_short_prompts(open_source(recipe.data.train, seed), recipe, settings.run_dir)
+    ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
     recover(ring, reader)
     reader.close()
     port = recipe.orchestrator.port if settings.port is None else settings.port
@@ -84,7 +87,8 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     )
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(
-        lambda: _gauges(ring), lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))}
+        lambda: {**_task_gauges(tasks_to_train), **_gauges(ring)},
+        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
@@ -131,11 +135,8 @@ async def _live_and_part(ring: Ring) -> None:
         await asyncio.sleep(0.1)
 
 
-def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader) -> Ring:
-    seed = recipe.run.seed
-    training_source = open_source(recipe.data.train, seed + recipe.data.train.seed)
-    evaluation = recipe.data.evaluation
-    evaluation_source = open_source(evaluation, evaluation.seed) if evaluation is not None else None
+def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader, training_source: TaskSource) -> Ring:
+    evaluation_sources = {name: open_source(data, data.seed) for name, data in recipe.data.evaluation.items()}
     begun = next(iter(reader.find(records.RUN, [""]).values()), None)
     if begun is None:
         begun = {"run_id": recipe.run.id, "mark": secrets.token_hex(3), "started_at": time.time()}
@@ -151,7 +152,7 @@ def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader
         run_dir,
         journal,
         training_source=training_source,
-        evaluation_source=evaluation_source,
+        evaluation_sources=evaluation_sources,
         run_mark=begun["mark"],
         started_at=begun["started_at"],
     )
@@ -159,6 +160,12 @@ def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader
 
 def _gateway_address(recipe: Recipe) -> str:
     return f"{recipe.envgateway.host}:{recipe.envgateway.port}" if recipe.envgateway is not None else ""
+
+
+def _task_gauges(source: TaskSource) -> dict[str, float]:
+    """Tasks to train on, and how many were left out because their prompts are too long."""
+    left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
+    return {"tasks": float(len(source)), "tasks_too_long": float(left_out)}
 
 
 def _gauges(ring: Ring) -> dict[str, float]:

@@ -26,8 +26,9 @@ Normalise = Callable[[Mapping[str, Any], str], dict[str, Any] | None]
 class KnownDataset:
     """One dataset. ``local`` is a path under the data root; ``fetch`` a command for what is not fetched automatically."""
 
-    normalise: Normalise | None  # None: rows are taken as they are
-    local: str
+    normalise: Normalise | None = None  # None: rows are taken as they are
+    local: str = ""
+    indices: range | None = None  # rows are these numbers, {"index": n}, and there is no file
     hub: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -69,6 +70,11 @@ KNOWN: dict[str, KnownDataset] = {
     ),
     "code-contests": KnownDataset(local="code_contests/test.jsonl", normalise=code_row),
     "leetcode": KnownDataset(local="leetcode/train.jsonl", normalise=code_row),
+    # Places in the lists of games and goals that AgentBench's task servers have.
+    "alfworld-train": KnownDataset(indices=range(4103)),
+    "alfworld-valid": KnownDataset(indices=range(4649, 4699)),
+    "webshop-train": KnownDataset(indices=range(200, 200 + 11_887)),
+    "webshop-valid": KnownDataset(indices=range(199)),
     "livecodebench-v5": KnownDataset(
         local="AReaL-boba-2-RL-Code/code_benchmark/lcb_v5/test.jsonl", normalise=code_row,
         fetch="huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset "
@@ -86,9 +92,22 @@ def known(name: str) -> KnownDataset:
 
 def local_file(name: str) -> Path | None:
     """The file of a dataset on this disk, when there is one."""
-    root = os.environ.get(DATA_ROOT)
-    path = Path(root, known(name).local) if root else None
+    root, entry = os.environ.get(DATA_ROOT), known(name)
+    path = Path(root, entry.local) if root and entry.local else None
     return path if path is not None and path.is_file() else None
+
+
+def is_fetched(name: str) -> bool:
+    """Whether opening the dataset would fetch it from the hub."""
+    entry = known(name)
+    return entry.indices is None and entry.hub is not None and local_file(name) is None
+
+
+def must_be_fetched_by_hand(name: str, setting: str) -> str:
+    """What to do before the dataset can be opened, naming the ``setting``; empty when nothing is to be done."""
+    entry = known(name)
+    ready = entry.indices is not None or entry.hub is not None or local_file(name) is not None
+    return "" if ready else how_to_get(name, setting)
 
 
 def how_to_get(name: str, setting: str = "data.train.name") -> str:

@@ -51,7 +51,7 @@ def open_source(config: DatasetConfig, seed: int) -> TaskSource:
     path = Path(config.path)
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
         return JsonlSource(path, config.id_field, config.limit)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".parquet" and not path.is_file()):
         raise DatasetError(f"dataset file {path} does not exist")
     return _from_hugging_face(config)
 
@@ -165,6 +165,10 @@ class NormalisedSource:
 
 def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
     entry = known(name)
+    if entry.indices is not None:
+        return ListSource(
+            [{"index": index} for index in entry.indices[: config.limit]], config.id_field or "index", name
+        )
     path = local_file(name)
     if path is not None:
         source: TaskSource = JsonlSource(path, config.id_field, config.limit)
@@ -205,7 +209,9 @@ def _from_hugging_face(config: DatasetConfig) -> TaskSource:
         ) from error
     assert config.path is not None
     load = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)
-    if Path(config.path, "dataset_info.json").is_file() or Path(config.path, "state.json").is_file():
+    if Path(config.path).suffix == ".parquet" and Path(config.path).is_file():
+        load = functools.partial(datasets.load_dataset, "parquet", data_files=config.path, split="train")
+    elif Path(config.path, "dataset_info.json").is_file() or Path(config.path, "state.json").is_file():
         load = functools.partial(datasets.load_from_disk, config.path)
     elif Path(config.path, "dataset_dict.json").is_file():
         load = functools.partial(_from_saved_dict, config.path, config.split)

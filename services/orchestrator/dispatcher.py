@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from services.common.types import WeightVersion
+from services.common.config.data import EvaluationConfig
+from services.common.types import TaskGroupOrder, WeightVersion
 from services.orchestrator.admission import Admission
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, PlayGroup
 from services.orchestrator.evaluation import Evaluations
+from services.orchestrator.evaluators import Evaluators
 from services.orchestrator.experience import Experience
 from services.orchestrator.fanout import FanOut, Receiver
 from services.orchestrator.groups import TaskGroup
@@ -47,6 +49,7 @@ class Dispatcher:
         max_staleness: Mapping[str, int],
         training: TrainingOrders,
         evaluations: Evaluations,
+        evaluation: EvaluationConfig,
         journal: Journal,
         counters: Counter[str],
         fanout: FanOut,
@@ -59,6 +62,7 @@ class Dispatcher:
         self._max_staleness = max_staleness
         self._training = training
         self._evaluations = evaluations
+        self.evaluators = Evaluators(evaluation, evaluations, pool, groups, self.may_play)
         self._journal = journal
         self._counters = counters
         self._fanout = fanout
@@ -107,14 +111,19 @@ class Dispatcher:
         if not any(replica.takes_work for replica in self._pool):
             return "no replica has joined" if not len(self._pool) else "no replica takes work"
         wait = self._issue_orphans()
-        while (group := self._evaluations.next_group()) is not None:
-            replica = _freest(self._usable(group.order.required_versions, len(group.order.indices)))
-            if replica is None:
-                self._evaluations.put_back(group)
-                wait = wait or f"no free replica holds {_versions(group.order.required_versions)}"
-                break
-            self._issue_to(group, replica)
+        wait = self._issue_evaluations() or wait
         return self._issue_training() or wait
+
+    def _issue_evaluations(self) -> str:
+        for current in self._evaluations:
+            while current.has_left:
+                if wait := self.evaluators.place(current, self.train):
+                    return f"evaluation {current.name}: {wait}"
+                replica = _freest(self.evaluators.usable(current, current.samples_per_task))
+                if replica is None:
+                    return f"evaluation {current.name}: no free replica holds {_versions(current.versions)}"
+                self._issue_to(self._evaluations.draw(current), replica)
+        return ""
 
     def _issue_orphans(self) -> str:
         wait = ""
@@ -123,7 +132,7 @@ class Dispatcher:
             if group is None or group.complete:
                 del self._orphans[name]
                 continue
-            replica = _freest(self._usable(group.order.required_versions, len(group.unresolved)))
+            replica = _freest(self._usable(group.order, len(group.unresolved)))
             if replica is None:
                 wait = f"no free replica for task group {name}"
                 continue
@@ -137,21 +146,46 @@ class Dispatcher:
     def _issue_training(self) -> str:
         if not self.train:
             return ""
+        reserved = self.evaluators.reserved()
+        wait = ""
+        while True:
+            # Whoever has used the least of its quota first: no policy waits for another's appetite.
+            for policies in sorted(self._training.compositions, key=self._fullness):
+                issued, reason = self._issue_training_group(policies, reserved)
+                if issued:
+                    break
+                wait = reason or wait
+            else:
+                return wait or self._full_quotas()
+
+    def _issue_training_group(self, policies: tuple[str, ...], reserved: frozenset[str]) -> tuple[bool, str]:
+        """Issue one task group of these policies; whether that was possible, and what it waits for."""
+        if not self._admission.open(self._all(policies)):
+            return False, ""
         size = self._training.group_size
-        while self._admission.open():
-            usable = self._usable({}, size)
-            if not usable:
-                return self._why_no_replica(size)
-            replica = _freest(r for r in usable if self._admission.open(self._lags(r)))
-            if replica is None:
-                return "the quota has room only for replicas that hold newer versions"
-            group = self._training.next_group()
-            self._experience.issued(group)
-            self._issue_to(group, replica)
-        accounts = self._admission.accounts
+        free = [r for r in self._pool if r.takes_work and r.fits(size) and r.replica_id not in reserved]
+        usable = [r for r in free if self.may_play(r, {}, policies)]
+        if not usable:
+            return False, self._why_no_replica(size, policies)
+        replica = _freest(r for r in usable if self._admission.open(self._all(policies), self._lags(r, policies)))
+        if replica is None:
+            return False, "the quota has room only for replicas that hold newer versions"
+        group = self._training.next_group(policies)
+        self._experience.issued(group)
+        self._issue_to(group, replica)
+        return True, ""
+
+    def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
+        """No policy named is all of the run."""
+        return policies or tuple(self._ledgers)
+
+    def _fullness(self, policies: tuple[str, ...]) -> float:
+        return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
+
+    def _full_quotas(self) -> str:
         full = [
-            f"{policy}: {account.accepted + round(self._admission.expected(policy))} of {account.quota}"
-            for policy, account in accounts.items()
+            f"{policy}: {account.accepted + round(account.expected)} of {account.quota}"
+            for policy, account in self._admission.accounts.items()
             if account.steps_left > 0 and not self._admission.has_room(policy)
         ]
         return f"staleness quota full ({', '.join(full)})" if full else ""
@@ -195,16 +229,19 @@ class Dispatcher:
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
-    def _usable(self, required: Mapping[str, int], num_slots: int) -> list[Replica]:
-        return [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required)]
+    def _usable(self, order: TaskGroupOrder, num_slots: int) -> list[Replica]:
+        required, policies = order.required_versions, order.policies
+        return [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required, policies)]
 
-    def _lags(self, replica: Replica) -> dict[str, int]:
+    def _lags(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """How many versions it is behind, per policy."""
-        return {p: max(0, ledger.newest_number - replica.held[p].number) for p, ledger in self._ledgers.items()}
+        return {p: max(0, self._ledgers[p].newest_number - replica.held[p].number) for p in self._all(policies)}
 
-    def may_play(self, replica: Replica, required: Mapping[str, int]) -> bool:
-        """Holds known versions of all policies: exactly the required ones, or (training) none too old to be trained."""
-        for policy, ledger in self._ledgers.items():
+    def may_play(self, replica: Replica, required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
+        """Holds known versions of the policies (none named: all): exactly the required ones, or none too old to be
+        trained."""
+        for policy in self._all(policies):
+            ledger = self._ledgers[policy]
             held = replica.held.get(policy)
             if held is None or not ledger.knows(held.number, held.digest):
                 return False
@@ -215,10 +252,11 @@ class Dispatcher:
                 return False
         return True
 
-    def _why_no_replica(self, num_slots: int) -> str:
+    def _why_no_replica(self, num_slots: int, policies: tuple[str, ...]) -> str:
         working = [r for r in self._pool if r.takes_work]
-        if not any(self.may_play(r, {}) for r in working):
-            return "no replica holds a version that the ledger knows and that is new enough"
+        if not any(self.may_play(r, {}, policies) for r in working):
+            named = f" of {', '.join(policies)}" if policies else ""
+            return f"no replica holds a version{named} that the ledger knows and that is new enough"
         return f"no replica has {num_slots} free slots"
 
     # --- what replicas are told --------------------------------------------------------------------------------------
@@ -250,8 +288,7 @@ class Dispatcher:
             newest = self._ledgers[policy].newest if policy in self._ledgers else None
             if newest is None or (held.number == newest.number and held.digest == newest.digest):
                 continue
-            pinned = replica.pinned_version(policy)
-            if pinned is not None and held.number == pinned:
+            if self.evaluators.pinned_version(replica, policy) == held.number:
                 continue
             told, when = replica.announced.get(policy, (-1, 0.0))
             if told == newest.number and now - when < ANNOUNCE_AGAIN_S and not again:
@@ -266,7 +303,9 @@ class Dispatcher:
         receivers = [
             Receiver(replica_id=r.replica_id, address=r.weights_address, base=(held.number, held.digest))
             for r in self._pool
-            if r.takes_work and (held := r.held.get(policy)) is not None and r.pinned_version(policy) is None
+            if r.takes_work
+            and (held := r.held.get(policy)) is not None
+            and self.evaluators.pinned_version(r, policy) is None
         ]
         self._fanout.published(policy, receivers)
 

@@ -1,12 +1,12 @@
-"""Evaluations: passes over fixed tasks, each on pinned weight versions.
+"""Evaluations: passes over fixed tasks, each on pinned weight versions where that costs nobody anything.
 
 Invariant: the denominator never shrinks: a failed rollout counts as 0 and is reported. Knows nothing about replicas or
-the journal; whoever plays the groups says what came of them.
+the journal; whoever plays the groups says where they are played (``evaluators``) and what came of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.config.data import EvaluationConfig
@@ -15,6 +15,7 @@ from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.orders import GroupNames, sampling_of, seed_of
+from services.orchestrator.scores import DatasetScore, overall, score
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,16 +23,26 @@ class EvaluationPass:
     """One way of sampling, over all evaluation tasks."""
 
     name: str  # "start/greedy"
-    versions: Mapping[str, int]
+    evaluation_id: str
+    wanted: Mapping[str, int]  # versions to be evaluated, or newer ones where training goes on
     sampling: Sampling
+    sampling_name: str
     num_tasks: int
     samples_per_task: int
+    policies: tuple[str, ...] = ()  # that play; () is all of the run
+    versions: Mapping[str, int] = field(default_factory=dict)  # that it is played on, once decided
+    pinned: bool | None = None  # None until it is decided where it is played
+    evaluators: frozenset[str] = frozenset()  # replicas that play it and no training; empty: any replica
     next_row: int = 0
     issued_rows: set[int] = field(default_factory=set)  # before a restart
-    reward_sum: float = 0.0
+    rewards: dict[int, list[float]] = field(default_factory=dict)  # by row; failures are 0
+    failed_rows: set[int] = field(default_factory=set)
     num_resolved: int = 0
     num_failed: int = 0
+    oldest: dict[str, int] = field(default_factory=dict)  # versions seen in what was played
+    newest: dict[str, int] = field(default_factory=dict)
     group_ids: set[str] = field(default_factory=set)
+    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "policy/role/attempt" -> rewards, sequences
 
     @property
     def num_trajectories(self) -> int:
@@ -41,118 +52,173 @@ class EvaluationPass:
     def finished(self) -> bool:
         return self.num_resolved == self.num_trajectories
 
-    def result(self) -> EvaluationResult:
-        return EvaluationResult(
-            name=self.name,
-            versions=dict(self.versions),
-            mean_reward=self.reward_sum / self.num_trajectories,
-            num_trajectories=self.num_trajectories,
-            num_failed=self.num_failed,
-        )
+    @property
+    def has_left(self) -> bool:
+        """Whether there is a row left to issue."""
+        while self.next_row in self.issued_rows:
+            self.next_row += 1
+        return self.next_row < self.num_tasks
+
+    def required(self) -> Mapping[str, int]:
+        return self.versions if self.pinned else {}
+
+    def note(self, outcome: Outcome, row: int) -> None:
+        """Count an outcome of one of its groups."""
+        self.num_resolved += 1
+        if not isinstance(outcome, Trajectory):
+            self.num_failed += 1
+            self.failed_rows.add(row)
+            self.rewards.setdefault(row, []).append(0.0)
+            return
+        self.rewards.setdefault(row, []).append(outcome.reward)
+        for sequence in outcome.sequences:
+            role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
+            total, count = self.roles.get(role, (0.0, 0))
+            self.roles[role] = (total + sequence.reward, count + 1)
+            for segment in sequence.segments:
+                if segment.is_policy:
+                    policy, version = sequence.policy, segment.weight_version
+                    self.oldest[policy] = min(version, self.oldest.get(policy, version))
+                    self.newest[policy] = max(version, self.newest.get(policy, version))
 
 
 class Evaluations:
     def __init__(
         self,
         config: EvaluationConfig,
-        source: TaskSource | None,
+        sources: Mapping[str, TaskSource],
         names: GroupNames,
         *,
         timeout_s: float,
         seed: int,
         on_result: Callable[[EvaluationResult], None],
+        compositions: Sequence[tuple[str, ...]] = ((),),
     ) -> None:
+        """``compositions``: policies that are evaluated together, each in a pass of its own."""
         self._config = config
-        self._source = source
+        self._sources = dict(sources)
+        self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
         self._names = names
         self._timeout_s = timeout_s
         self._seed = seed
         self._on_result = on_result
+        self._compositions = tuple(compositions)
         self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
         self.results: dict[str, EvaluationResult] = {}
 
     @property
     def possible(self) -> bool:
-        return self._source is not None
+        return bool(self._rows)
 
     @property
     def running(self) -> bool:
         return bool(self._passes)
 
+    def __iter__(self) -> Iterator[EvaluationPass]:
+        """Unfinished passes, in order."""
+        return iter(list(self._passes.values()))
+
     def names_of(self, evaluation_id: str) -> list[str]:
-        return [f"{evaluation_id}/{sampling}" for sampling in self._config.samplings]
+        return [name for name, _, _ in self._kinds(evaluation_id)]
+
+    def _kinds(self, evaluation_id: str) -> list[tuple[str, str, tuple[str, ...]]]:
+        """(name of the pass, name of its sampling, its policies)."""
+        apart = len(self._compositions) > 1
+        return [
+            (f"{evaluation_id}/{sampling}" + (f"/{policies[0]}" if apart else ""), sampling, policies)
+            for policies in self._compositions
+            for sampling in self._config.samplings
+        ]
 
     def begin(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
         """Queue the passes of an evaluation; those that are queued or finished already are left alone."""
-        if self._source is None:
+        if not self.possible:
             return
-        for name, sampling in zip(self.names_of(evaluation_id), self._config.samplings.values(), strict=True):
+        for name, sampling, policies in self._kinds(evaluation_id):
             if name not in self._passes and name not in self.results:
                 self._passes[name] = EvaluationPass(
                     name=name,
-                    versions=versions,
-                    sampling=sampling_of(sampling),
-                    num_tasks=len(self._source),
+                    evaluation_id=evaluation_id,
+                    wanted={policy: versions[policy] for policy in policies or versions},
+                    sampling=sampling_of(self._config.samplings[sampling]),
+                    sampling_name=sampling,
+                    num_tasks=len(self._rows),
                     samples_per_task=self._config.samples_per_task,
+                    policies=policies,
                 )
 
     def finished(self, evaluation_id: str) -> bool:
         return all(name in self.results for name in self.names_of(evaluation_id))
 
-    def next_group(self) -> TaskGroup | None:
-        """A task group of the first pass that has one left to issue."""
-        for current in self._passes.values():
-            while current.next_row in current.issued_rows:
-                current.next_row += 1
-            if current.next_row < current.num_tasks:
-                return self._group(current)
-        return None
-
-    def put_back(self, group: TaskGroup) -> None:
-        """A group that ``next_group`` made could not be issued."""
-        current = self._passes[group.evaluation]
-        current.next_row = group.position
-        current.group_ids.discard(group.id)
-
-    def _group(self, current: EvaluationPass) -> TaskGroup:
-        assert self._source is not None
+    def draw(self, current: EvaluationPass) -> TaskGroup:
+        """The next task group of a pass that has one left; where it is played is decided by now."""
+        assert current.pinned is not None
+        assert current.has_left
         row = current.next_row
         current.next_row += 1
+        dataset, place = self._rows[row]
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
-            task=self._source[row],
+            task=self._sources[dataset][place],
             indices=tuple(range(current.samples_per_task)),
             purpose=Purpose.EVALUATION,
             sampling=current.sampling,
-            required_versions=dict(current.versions),
+            required_versions=dict(current.required()),
             # Not the pass's name: every evaluation draws the same way, so that two versions are compared fairly.
-            seed=seed_of(self._seed, f"evaluation/{current.name.rpartition('/')[2]}", row),
+            seed=seed_of(self._seed, f"evaluation/{current.sampling_name}", row),
             timeout_s=self._timeout_s,
+            policies=current.policies,
         )
         current.group_ids.add(order.task_group_id)
         return TaskGroup(order=order, position=row, evaluation=current.name)
 
     def issued_before(self, group: TaskGroup) -> None:
         """A group that an earlier process issued."""
-        if group.evaluation in self._passes:
-            self._passes[group.evaluation].issued_rows.add(group.position)
-            self._passes[group.evaluation].group_ids.add(group.id)
+        current = self._passes.get(group.evaluation)
+        if current is None:
+            return
+        current.issued_rows.add(group.position)
+        current.group_ids.add(group.id)
+        current.versions = group.order.required_versions
+        current.pinned = bool(group.order.required_versions)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot of one of its groups got its outcome."""
         current = self._passes.get(group.evaluation)
         if current is None:
             return
-        current.num_resolved += 1
-        if isinstance(outcome, Trajectory):
-            current.reward_sum += outcome.reward
-        else:
-            current.num_failed += 1
+        current.note(outcome, group.position)
         if current.finished:
             del self._passes[current.name]
-            result = current.result()
+            result = self._result(current)
             self.results[current.name] = result
             self._on_result(result)
+
+    def _result(self, current: EvaluationPass) -> EvaluationResult:
+        scores = tuple(self._scores(current))
+        pinned = bool(current.pinned)
+        return EvaluationResult(
+            name=current.name,
+            versions=dict(current.versions if pinned else current.oldest or current.wanted),
+            newest_versions=dict(current.versions if pinned else current.newest or current.wanted),
+            pinned=pinned,
+            mean_reward=overall(scores),
+            num_trajectories=current.num_trajectories,
+            num_failed=current.num_failed,
+            datasets=scores,
+            roles={role: total / count for role, (total, count) in sorted(current.roles.items())},
+        )
+
+    def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:
+        for name, source in self._sources.items():
+            rows = [row for row, (dataset, _) in enumerate(self._rows) if dataset == name]
+            yield score(
+                name,
+                [source[self._rows[row][1]].task_id if row in current.failed_rows else "" for row in rows],
+                [current.rewards[row] for row in rows],
+                [row in current.failed_rows for row in rows],
+                self._config.pass_reward,
+            )
 
     def recover_result(self, result: EvaluationResult) -> None:
         self._passes.pop(result.name, None)
@@ -166,21 +232,18 @@ class Evaluations:
         return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
 
     def pinned_versions(self) -> list[Mapping[str, int]]:
-        """What unfinished passes are played on."""
-        return [current.versions for current in self._passes.values()]
+        """What unfinished pinned passes are played on."""
+        return [current.versions for current in self._passes.values() if current.pinned]
 
     def group_ids(self) -> set[str]:
         """Task groups of unfinished passes: their rewards are needed until the pass has its result."""
         return {name for current in self._passes.values() for name in current.group_ids}
 
     def unissued(self, gone: Callable[[Mapping[str, int]], bool]) -> list[TaskGroup]:
-        """All groups left of passes whose versions are ``gone``; the caller fails them."""
+        """All groups left of pinned passes whose versions are ``gone``; the caller fails them."""
         groups: list[TaskGroup] = []
         for current in self._passes.values():
-            if gone(current.versions):
-                for row in range(current.next_row, current.num_tasks):
-                    if row not in current.issued_rows:
-                        current.next_row = row
-                        groups.append(self._group(current))
-                current.next_row = current.num_tasks
+            if current.pinned and gone(current.versions):
+                while current.has_left:
+                    groups.append(self.draw(current))
         return groups

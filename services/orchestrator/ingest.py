@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import structlog
 
-from services.common.types import RolloutFailure, Trajectory
+from services.common.types import RolloutFailure, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import records
 from services.orchestrator.journal.writer import Journal
@@ -80,7 +80,7 @@ class Ingest:
     def _store(self, group: TaskGroup, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
         outcome = RecordOutcome.ACCEPTED
         if isinstance(record, Trajectory):
-            fault = find_fault(record, self._ledgers, group.order.required_versions)
+            fault = find_fault(record, self._ledgers, group.order)
             if fault:
                 outcome = RecordOutcome.INVALID
                 self._drop(record, outcome, fault)
@@ -127,20 +127,20 @@ class Ingest:
         )
 
 
-def find_fault(
-    trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], required_versions: Mapping[str, int]
-) -> str:
-    """What is wrong with a trajectory; empty when nothing is."""
+def find_fault(trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], order: TaskGroupOrder) -> str:
+    """What is wrong with a trajectory of this task group; empty when nothing is."""
     if not math.isfinite(trajectory.reward):
         return f"the reward is {trajectory.reward}"
     for sequence in trajectory.sequences:
         ledger = ledgers.get(sequence.policy)
         if ledger is None:
             return f"unknown policy {sequence.policy!r}"
+        if order.policies and sequence.policy not in order.policies:
+            return f"a sequence of {sequence.policy} in a task group of {', '.join(order.policies)}"
         if not math.isfinite(sequence.reward):
             return f"the reward of a sequence of {sequence.policy} is {sequence.reward}"
         newest = ledger.newest_number
-        required = required_versions.get(sequence.policy)
+        required = order.required_versions.get(sequence.policy)
         for segment in sequence.segments:
             if not segment.is_policy:
                 continue

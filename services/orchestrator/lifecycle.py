@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 
@@ -57,7 +58,7 @@ async def _phases(ring: Ring) -> None:
         ring.control.enter(RunState.TRAINING)
         ring.dispatcher.train = True
         ring.dispatcher.schedule()
-        await ring.until(lambda: _all_trained(ring))
+        await _train(ring)
         ring.dispatcher.train = False
     ring.cancel_training_groups("all training steps are done")
     if evaluation.at_end and not ring.evaluations.finished(END):
@@ -66,6 +67,26 @@ async def _phases(ring: Ring) -> None:
         await ring.until(lambda: ring.evaluations.finished(END))
     # Evaluations that somebody asked for are part of the run.
     await ring.until(lambda: not ring.evaluations.running)
+
+
+async def _train(ring: Ring) -> None:
+    """Until every policy has taken its last step, with an evaluation now and then that nobody waits for."""
+    while not _all_trained(ring):
+        due = _due_evaluation(ring)
+        if due is not None:
+            await ring.begin_evaluation(due)
+        await ring.until(lambda: _all_trained(ring) or _due_evaluation(ring) is not None)
+
+
+def _due_evaluation(ring: Ring) -> str | None:
+    """The evaluation that should begin: one at a time, the newest multiple; what a slow one ran over is left out."""
+    every = ring.recipe.evaluation.every
+    reached = min(ledger.newest_number for ledger in ring.ledgers.values())
+    if not every or ring.evaluations.running or reached >= ring.num_steps:
+        return None
+    step = reached // every * every
+    name = f"step-{step}"
+    return name if step > 0 and not ring.evaluations.known(name) else None
 
 
 def _trained(ring: Ring) -> bool:
@@ -83,15 +104,7 @@ def summary(ring: Ring) -> dict[str, Any]:
         "run_id": ring.run_id,
         "state": ring.control.phase.value,
         "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ring.ledgers.items()},
-        "evaluations": {
-            result.name: {
-                "mean_reward": result.mean_reward,
-                "versions": dict(result.versions),
-                "num_trajectories": result.num_trajectories,
-                "num_failed": result.num_failed,
-            }
-            for result in ring.evaluations.results.values()
-        },
+        "evaluations": {result.name: evaluation_values(result) for result in ring.evaluations.results.values()},
         "overlap_share": ring.timeline.overlap_share,
         "max_staleness": max(batches.staleness_max for batches in ring.batches.values()),
         "seconds": time.time() - ring.started_at,

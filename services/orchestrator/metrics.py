@@ -23,6 +23,15 @@ from services.orchestrator.tensorboard import EventFile
 log = structlog.get_logger()
 
 
+def evaluation_values(result: EvaluationResult) -> dict[str, Any]:
+    """What an evaluation says, as plain JSON without its name."""
+    values = asdict(result)
+    del values["name"]
+    for found in values["datasets"]:
+        found["pass_at"] = {str(k): share for k, share in found["pass_at"]}
+    return values
+
+
 class RunMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -59,13 +68,16 @@ class RunMetrics:
         self._row(
             "evaluation",
             name=result.name,
-            versions=dict(result.versions),
-            mean_reward=result.mean_reward,
-            num_trajectories=result.num_trajectories,
-            num_failed=result.num_failed,
+            **evaluation_values(result),
         )
-        step = max(result.versions.values(), default=0)
-        self._scalars("evaluation", {result.name: result.mean_reward}, step)
+        step = max(result.newest_versions.values(), default=0)
+        _, _, kind = result.name.partition("/")  # one curve for each way of sampling
+        values = {kind: result.mean_reward}
+        for found in result.datasets:
+            values[f"{kind}/{found.name}"] = found.mean_reward.value
+            values |= {f"{kind}/{found.name}/pass@{k}": share.value for k, share in found.pass_at}
+        values |= {f"{kind}/{role}": reward for role, reward in result.roles.items() if len(result.roles) > 1}
+        self._scalars("evaluation", values, step)
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Written again by a restart when it is not there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from services.common.config.data import SamplingConfig
 from services.common.types import Purpose, Sampling, TaskGroupOrder
@@ -62,7 +63,10 @@ class TrainingOrders:
         timeout_s: float,
         seed: int,
         curation: Curation | None = None,
+        compositions: Sequence[tuple[str, ...]] = ((),),
     ) -> None:
+        """``compositions``: the policies of one task group, for each kind of group there is; () is all of the run."""
+        self.compositions = tuple(compositions)
         self._source = source
         self.curriculum = curriculum
         self.curation: Curation = curation if curation is not None else AcceptAll()
@@ -72,7 +76,8 @@ class TrainingOrders:
         self._timeout_s = timeout_s
         self._seed = seed
 
-    def next_group(self) -> TaskGroup:
+    def next_group(self, policies: tuple[str, ...] = ()) -> TaskGroup:
+        """The next task, to be played by these policies; none named is all of the run."""
         position, row = self._draw()
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
@@ -82,6 +87,7 @@ class TrainingOrders:
             sampling=self._sampling,
             seed=seed_of(self._seed, "train", position),
             timeout_s=self._timeout_s,
+            policies=policies,
         )
         return TaskGroup(order=order, position=position)
 

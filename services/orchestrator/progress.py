@@ -73,7 +73,7 @@ def waits(ring: Ring) -> list[str]:
             found.append(f"run waits for the first version of {policy}")
         if ring.batches[policy].num_waiting:
             have = ring.experience.buffers[policy].num_sequences
-            need = ring.recipe.policies[policy].batch.size
+            need = ring.recipe.policies[policy].batch.fresh_size
             found.append(f"trainer {policy} waits for sequences: {have} of {need}")
     for name, resolved, total in ring.evaluations.progress():
         found.append(f"evaluation {name}: {resolved} of {total}")
@@ -90,7 +90,7 @@ def _policy(ring: Ring, policy: str) -> PolicyProgress:
         version=ring.ledgers[policy].newest_number,
         num_steps=ring.num_steps,
         num_buffered=ring.experience.buffers[policy].num_sequences,
-        num_expected=round(ring.experience.admission.expected(policy)),
+        num_expected=round(ring.experience.admission.accounts[policy].expected),
         reward_mean=metrics.get("reward_mean", 0.0),
         staleness_max=int(metrics.get("staleness_max", 0)),
         trainer_state=trainer.state if trainer is not None else "absent",

@@ -55,7 +55,7 @@ class Ring:
         journal: Journal,
         *,
         training_source: TaskSource,
-        evaluation_source: TaskSource | None,
+        evaluation_sources: Mapping[str, TaskSource],
         run_mark: str,
         started_at: float,
         clock: Callable[[], float] = time.monotonic,
@@ -79,9 +79,11 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, self.orphaned)
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
-        self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed)
+        self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit)
         self.batches = {
-            name: Batches(name, config, self.experience, journal, lambda: JournalReader(journal.directory))
+            name: Batches(
+                name, config, self.experience, journal, lambda: JournalReader(journal.directory), self._may_begin
+            )
             for name, config in batch_configs.items()
         }
         self.training_orders = TrainingOrders(
@@ -93,14 +95,16 @@ class Ring:
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
             curation=build_curation(recipe.data.curation, recipe.run.seed),
+            compositions=recipe.compositions(),
         )
         self.evaluations = Evaluations(
             recipe.evaluation,
-            evaluation_source,
+            evaluation_sources,
             self.names,
             timeout_s=recipe.rollout.timeout_s,
-            seed=recipe.data.evaluation.seed if recipe.data.evaluation else 0,
+            seed=recipe.run.seed,
             on_result=self._evaluated,
+            compositions=recipe.evaluation_compositions(),
         )
         self.dispatcher = Dispatcher(
             pool=self.pool,
@@ -110,6 +114,7 @@ class Ring:
             max_staleness={name: config.max_staleness for name, config in batch_configs.items()},
             training=self.training_orders,
             evaluations=self.evaluations,
+            evaluation=recipe.evaluation,
             journal=journal,
             counters=self.counters,
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
@@ -133,6 +138,7 @@ class Ring:
     def join_replica(self, hello: Hello) -> Replica:
         replica = self.pool.join(hello)
         log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
+        self._adopt_checkpoints(hello.held)
         self.dispatcher.adopt(replica, hello.running)
         self.dispatcher.rejoined(replica)
         if self.control.ended:
@@ -140,6 +146,18 @@ class Ring:
         elif replica.draining:
             self.pool.send(replica, LeavePool("draining"))
         return replica
+
+    def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
+        """A run that only evaluates has no trainer to publish version 0: the first replica says what it loaded, and every
+        other must hold the same."""
+        for policy, found in held.items() if not self.num_steps else ():
+            if policy in self.ledgers and self.ledgers[policy].newest is None and found.number == 0:
+                self._adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
+
+    def _adopt(self, version: WeightVersion) -> None:
+        self.journal.submit(records.VERSION, f"{version.policy}/0", lambda: records.version_to_json(version, 0, {}))
+        self.apply_version(version, {})
+        self._changed.set()
 
     def report_replica(
         self,
@@ -238,12 +256,24 @@ class Ring:
     ) -> Trainer:
         trainer = self.trainers.join(self.policy(policy), incarnation, num_ranks, recovered_version, labels)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        self.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
         if self.control.ended:
             trainer.mailbox.put(StopTraining(f"the run has {self.control.phase.value}"))
         elif self.control.paused:
             trainer.mailbox.put(PauseTraining())
         return trainer
+
+    def trainer_lost(self, policy: str) -> None:
+        """The trainer of a policy is gone: the others go on without it."""
+        self.counters["trainer_leases_lost"] += 1
+        self.experience.admission.absent.add(policy)
+        self.dispatcher.schedule()
+
+    def _may_begin(self, training_step: int) -> bool:
+        """Whether the recipe lets any policy begin this step by now."""
+        behind = training_step - 1
+        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.ledgers.values())
 
     async def pull_batch(self, policy: str, training_step: int, timeout_s: float) -> Batch:
         if training_step > self.num_steps:
@@ -302,7 +332,8 @@ class Ring:
             self.dispatcher.plan_fetches(policy)
         for replica in self.pool:
             self.dispatcher.sync_versions(replica, again=not is_new)
-        self.batches[policy].notify()
+        for batches in self.batches.values():
+            batches.notify()
         self.dispatcher.schedule()
         self._changed.set()
 

@@ -15,6 +15,7 @@ from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
+from services.orchestrator.scores import Estimate
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -129,7 +130,25 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
     return run_pb2.EvaluationResult(
         name=result.name,
         versions=dict(result.versions),
+        newest_versions=dict(result.newest_versions),
+        pinned=result.pinned,
         mean_reward=result.mean_reward,
         num_trajectories=result.num_trajectories,
         num_failed=result.num_failed,
+        datasets=[
+            run_pb2.DatasetScore(
+                name=found.name,
+                num_items=found.num_items,
+                samples_per_item=found.samples_per_item,
+                mean_reward=_estimate_to_proto(found.mean_reward),
+                pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
+                failed=found.failed,
+            )
+            for found in result.datasets
+        ],
+        roles=dict(result.roles),
     )
+
+
+def _estimate_to_proto(found: Estimate) -> run_pb2.Estimate:
+    return run_pb2.Estimate(value=found.value, low=found.low, high=found.high)

@@ -46,7 +46,7 @@ class Watch:
             ring.dispatcher.schedule()
         for trainer in ring.trainers.expire():
             log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
-            ring.counters["trainer_leases_lost"] += 1
+            ring.trainer_lost(trainer.policy)
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(ring.journal.free_bytes))
             self._pause_when_all_fails()

@@ -22,6 +22,9 @@ def main() -> int:
         description=f"{DESCRIPTION}Here with several ranks on this machine; other arguments go to python -m services.trainer.",
     )
     parser.add_argument("--num-ranks", type=int, required=True, help="processes that share the training (FSDP2)")
+    parser.add_argument(
+        "--rendezvous-port", type=int, default=0, help="port at which the ranks find each other; 0 takes a free one"
+    )
     options, arguments = parser.parse_known_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns when it has to choose
@@ -29,7 +32,10 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    launch = ["--standalone", f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments]
+    meeting = ["--standalone"]
+    if options.rendezvous_port:
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{options.rendezvous_port}"]
+    launch = [*meeting, f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments]
     try:
         run.main(launch)
     except ChildFailedError as error:

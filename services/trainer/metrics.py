@@ -42,7 +42,7 @@ class StepMetrics:
     updates_applied: int
     updates_skipped: int  # gradient not finite, or nothing to train
     entropy: float  # of the temperature-scaled distribution, in nats
-    kl_reference: float  # estimated by kl_estimator; 0 without a reference model
+    kl_reference: float  # by kl_estimator, by k1 when it is in the reward; 0 without a reference model
     mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
     mismatch_kl: float  # KL(behaviour || trainer) there, by k3
     mismatch_fresh_abs: float  # the same over tokens of the newest version only: engine against trainer, no staleness

@@ -52,7 +52,7 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     )
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
     reference = None
-    if config.algorithm.kl_coefficient > 0:
+    if config.algorithm.needs_reference:
         reference = load_policy_model(path, ranks, dtype=master, trainable=False, compute_dtype=compute)
     step = TrainStep(
         model,

@@ -31,6 +31,7 @@ from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
 from services.trainer.algorithms.m2po import binding_second_moments, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.kl_reward import with_kl_reward
 from services.trainer.metrics import StepMetrics, Sums, mean_of
 from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
 from services.trainer.model import PolicyModel
@@ -64,8 +65,11 @@ class TrainStep:
         temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
         reference: PolicyModel | None = None,
     ) -> None:
-        if config.kl_coefficient > 0.0 and reference is None:
-            raise ConfigError(f"algorithm.kl_coefficient is {config.kl_coefficient}, which needs a reference model")
+        if config.needs_reference and reference is None:
+            raise ConfigError(
+                f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
+                f"{config.kl_reward_coefficient}: one above 0 needs a reference model"
+            )
         if temperature <= 0.0:
             raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
         self.model = model
@@ -102,7 +106,8 @@ class TrainStep:
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
         self._check_totals(batch)
-        if self.config.batch_normalize_advantages:
+        pays_kl = self.config.kl_reward_coefficient > 0.0  # then normalised per token, after the KL is in
+        if self.config.batch_normalize_advantages and not pays_kl:
             moments = torch.tensor(weighted_moments(advantages, trained), dtype=torch.float64, device=self.ranks.device)
             tokens, total, total_squares = self.ranks.sum(moments).tolist()
             advantages = normalize(advantages, tokens, total, total_squares, self.config.advantage_eps)
@@ -113,7 +118,11 @@ class TrainStep:
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             minibatches[item.minibatch].append(Document.from_training_sequence(item, advantage))
-        return pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
+        packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
+        if not pays_kl:
+            return packed
+        assert self.reference is not None
+        return with_kl_reward(packed, self.reference, self.config, self.ranks, sums, temperature=self._temperature)
 
     def _check_totals(self, batch: RankBatch) -> None:
         """The denominators must be the sums of the shares, or the gradient is silently scaled."""
@@ -236,13 +245,13 @@ class TrainStep:
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
             sums.add(name, count)
-        if self.reference is not None:
+        if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
                 reference_logprobs, _ = forward(self.reference, batch, self._temperature)
             kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp)
-            sums.add("kl_reference", kl.sum())
-            if config.kl_coefficient > 0.0:
-                per_token = per_token + config.kl_coefficient * kl
+            if config.kl_reward_coefficient == 0.0:
+                sums.add("kl_reference", kl.sum())  # else the sampled tokens have told it
+            per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
         loss = aggregate(per_token, mask, batch.sequence_index, batch.num_sequences, context.totals, config)

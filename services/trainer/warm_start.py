@@ -1,4 +1,4 @@
-"""Makes a starting checkpoint by supervised training: ``python -m services.trainer.warm_start --run-dir DIR``.
+"""Makes starting checkpoints by supervised training: ``python -m services.trainer.warm_start --run-dir DIR``.
 
 Supervised on dialogues, with loss on what the assistant writes and nothing else. Seeded and deterministic: the same
 recipe gives the same bits. The checkpoint appears under its name only when it is complete, and is made once per run
@@ -41,17 +41,19 @@ REPORT_EVERY = 5
 COMPLETE = "warm_start.json"
 
 
-def make_starting_checkpoint(recipe: Recipe, run_dir: Path) -> Path:
+def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path:
     """Build, train and save; returns the Hugging Face directory. Does nothing when it is there already.
 
     Raises:
-        ConfigError: the recipe has no warm start, or the directory was made by other settings.
+        ConfigError: the recipe has no warm start of this policy, or the directory was made by other settings.
         DatasetError: the dialogues run dry, or one is malformed.
     """
-    config = recipe.warm_start
+    config = recipe.warm_start.get(policy)
     if config is None:
-        raise ConfigError("warm_start is missing: this recipe has no starting checkpoint to make")
-    target = warm_start_dir(run_dir, config.policy)
+        raise ConfigError(
+            f"warm_start.{policy} is missing: this recipe does not say how to make its starting checkpoint"
+        )
+    target = warm_start_dir(run_dir, policy)
     made_by = {"seed": recipe.run.seed, **config.model_dump(mode="json")}
     if target.exists():
         _check_made_by(target, made_by)
@@ -62,14 +64,15 @@ def make_starting_checkpoint(recipe: Recipe, run_dir: Path) -> Path:
     partial.mkdir(parents=True)
     load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
     with closing(MetricsWriter(run_dir / "metrics" / "warm_start.jsonl")) as metrics:
-        _train(recipe, config, partial, metrics)
+        if config.steps:
+            _train(recipe, policy, config, partial, metrics)
     (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
     partial.rename(target)
     log.info("warm_start.done", path=str(target))
     return target
 
 
-def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: MetricsWriter) -> None:
+def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory: Path, metrics: MetricsWriter) -> None:
     import torch
 
     from services.common.chat import Chat
@@ -80,7 +83,7 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
     from services.trainer.sharding import Ranks
     from services.trainer.supervised import SupervisedStep
 
-    policy = recipe.policies[config.policy]
+    policy = recipe.policies[policy_name]
     torch.manual_seed(recipe.run.seed)
     torch.set_num_threads(policy.trainer.threads)
     ranks = Ranks.single()
@@ -111,6 +114,7 @@ def _train(recipe: Recipe, config: WarmStartConfig, directory: Path, metrics: Me
         if update % REPORT_EVERY == 0 or update in (1, config.steps):
             metrics.write(
                 "warm_start",
+                policy=policy_name,
                 step=update,
                 steps=config.steps,
                 loss=done.loss,
@@ -146,6 +150,7 @@ def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) ->
 
 
 def _dialogues(config: WarmStartConfig, seed: int) -> Iterator[Mapping[str, Any]]:
+    assert config.dialogues is not None, "checked with the recipe"
     if ":" in config.dialogues and not Path(config.dialogues).exists():
         yield from load_object(config.dialogues)(seed=seed, **config.dialogue_settings)
         return
@@ -182,19 +187,23 @@ def _check_made_by(target: Path, made_by: Mapping[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.warm_start",
-        description="Make the starting checkpoint of a run (recipe section warm_start) by supervised training.",
+        description="Make the starting checkpoints of a run (recipe section warm_start) by supervised training.",
     )
+    parser.add_argument("--policy", help="the policy to make it for; left out, every policy that has a warm start")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run directory, which holds recipe.json")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     keep_freed_memory()
     try:
         recipe = load_resolved(arguments.run_dir)
-        if recipe.warm_start is not None:
-            threads = recipe.policies[recipe.warm_start.policy].trainer.threads
-            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        policies = [arguments.policy] if arguments.policy else list(recipe.warm_start)
+        threads = max(
+            (recipe.policies[name].trainer.threads for name in policies if name in recipe.policies), default=1
+        )
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         configure("warm-start", arguments.run_dir)
-        make_starting_checkpoint(recipe, arguments.run_dir)
+        for name in policies:
+            make_starting_checkpoint(recipe, name, arguments.run_dir)
     except MillraceError as error:
         sys.stderr.write(f"warm start: {error.message}\n")
         return 2 if isinstance(error, UserError) else 1

@@ -20,13 +20,13 @@ RUN_TIMEOUT_S = 240.0
 
 # The quickstart's own recipe, made small: what is tested is the ring, not the learning.
 SMALL = [
-    "warm_start.steps=12",
-    "warm_start.batch_size=64",
+    "warm_start.model0.steps=12",
+    "warm_start.model0.batch_size=64",
     "policies.model0.batch.size=32",
     "policies.model0.batch.dynamic_sampling=false",
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
-    "data.evaluation.limit=16",
+    "data.evaluation.held_out.limit=16",
 ]
 
 

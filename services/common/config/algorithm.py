@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 LossName = Literal[
-    "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "cispo", "reinforce"
+    "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "sapo", "cispo", "reinforce"
 ]  # fmt: skip
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -47,6 +47,12 @@ class AlgorithmConfig(BaseModel):
     """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
     the gradient then depends on packing; for comparison only)."""
 
+    sapo_tau_positive: float = Field(default=1.0, gt=0.0)
+    """SAPO: how fast the gate closes around ratio 1 where the advantage is positive."""
+
+    sapo_tau_negative: float = Field(default=1.05, gt=0.0)
+    """SAPO: the same for the other advantages; larger than for positive ones, as what they push up is less certain."""
+
     advantage: AdvantageName = "grpo"
     """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
 
@@ -59,8 +65,12 @@ class AlgorithmConfig(BaseModel):
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference model in the loss; above 0 the trainer loads a reference model."""
 
+    kl_reward_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL (k1) to the reference model in the reward of every token, summed to the end of its sequence; above
+    0 the trainer loads a reference model."""
+
     kl_estimator: KlEstimator = "k3"
-    """Per-token estimator of KL(policy || reference). k1 is unbiased as a value, but its expected gradient is zero."""
+    """In the loss: per-token estimator of KL(policy || reference). k1 is unbiased as a value, but its expected gradient is zero."""
 
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
@@ -86,6 +96,11 @@ class AlgorithmConfig(BaseModel):
 
     log_ratio_clamp: float = Field(default=20.0, gt=0.0)
     """Log ratios are clamped to this magnitude before exp, so no ratio overflows; beyond it no gradient flows."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the trainer holds a second model with the initial weights."""
+        return self.kl_coefficient > 0.0 or self.kl_reward_coefficient > 0.0
 
     @property
     def upper_clip(self) -> float:

@@ -1,4 +1,4 @@
-"""Where tasks come from."""
+"""Where tasks come from, and how they are played and evaluated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from pydantic import Field, model_validator
 from services.common.config.base import Section
 
 
+class WorkflowConfig(Section):
+    name: str = "single_turn"
+    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
+    settings: dict[str, Any] = {}
+    """Settings of the workflow; each workflow documents and checks its own."""
+
+
 class DatasetConfig(Section):
     path: str | None = None
-    """A jsonl file, a directory that `datasets` can load, or a Hugging Face dataset name."""
+    """A jsonl or parquet file, a directory that `datasets` can load, or a Hugging Face dataset name."""
     name: str | None = None
     """Instead of `path`: a dataset known by name, such as `deepscaler` or `math500`. Read from `MILLRACE_DATA_ROOT` when
     it lies there, else fetched from the hub; its rows are brought into one form."""
@@ -30,6 +37,8 @@ class DatasetConfig(Section):
     """Draw tasks in a seeded random order, anew each pass. Evaluation never shuffles."""
     limit: int | None = Field(default=None, ge=1)
     """Take only the first rows."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Leave out training tasks whose text is longer, without chat template and instruction, and count them."""
     seed: int = 0
     """Seeds generator and order, together with `run.seed` for training data."""
 
@@ -49,8 +58,17 @@ class DataConfig(Section):
     curation: Literal["accept_all", "filter_solved", "greso"] = "accept_all"
     """Which tasks are played: all; not those that are solved almost always; or (GRESO) those whose rewards were all equal
     lately less often, the longer that lasts."""
-    evaluation: DatasetConfig | None = None
-    """Fixed tasks to evaluate on."""
+    evaluation: dict[str, DatasetConfig] = {}
+    """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
+
+    @model_validator(mode="after")
+    def _evaluation_is_whole(self) -> DataConfig:
+        for name, dataset in self.evaluation.items():
+            if dataset.max_prompt_tokens is not None:
+                raise ValueError(
+                    f"evaluation.{name}.max_prompt_tokens: an evaluation plays every task; leave max_prompt_tokens out"
+                )
+        return self
 
 
 class SamplingConfig(Section):
@@ -77,6 +95,19 @@ class EvaluationConfig(Section):
     """Evaluate version 0 before training."""
     at_end: bool = True
     """Evaluate the last version after training."""
+    every: int = Field(default=0, ge=0)
+    """Evaluate whenever all policies have taken this many more steps; 0 is never. Training goes on meanwhile."""
+    engines: int = Field(default=1, ge=1)
+    """Replicas that an evaluation during training takes for itself, with their versions pinned. With no more replicas than
+    these, it is played on a share of their slots instead and is not pinned."""
+    share: float = Field(default=0.25, gt=0, le=1)
+    """That share."""
+    policies: list[str] = []
+    """Policies that play in evaluation; empty means all."""
+    workflow: WorkflowConfig | None = None
+    """The workflow of evaluation; left out, that of training."""
+    pass_reward: float = 1.0
+    """A trajectory with at least this reward counts as passed, for pass@k."""
     samples_per_task: int = Field(default=1, ge=1)
     """Trajectories per task and sampling."""
     samplings: dict[str, SamplingConfig] = {"greedy": SamplingConfig(temperature=0.0)}

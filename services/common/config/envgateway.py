@@ -51,15 +51,53 @@ class SandboxConfig(Section):
     """A fork server is replaced after this many programs, or when it has grown by 64 MiB."""
     prewarm_scientific: bool = True
     """Keep a fork server with numpy and sympy loaded from the start on, rather than from the first use."""
+    num_live: int = Field(default=32, ge=0)
+    """Processes that live on between calls, beside the slots: one for each trajectory that uses `jupyter_code`."""
     queue_size: int = Field(default=4096, ge=1)
     """Programs waiting for a slot, before callers are told to come back."""
+
+
+class LiveConfig(Section):
+    """Limits of one process that lives on between calls; processes, files and disk are limited as for programs."""
+
+    cell_time_s: float = Field(default=10.0, gt=0, le=45)
+    """Wall-clock time of one cell; then it is interrupted, and killed if it goes on."""
+    cpu_time_s: float = Field(default=120.0, gt=0)
+    """CPU time of all cells together, and of what runs between them."""
+    lifetime_s: float = Field(default=3600.0, gt=0)
+    """Wall-clock time from the first cell on."""
+    memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
+    """Memory of the process and its children together."""
+    output_bytes: int = Field(default=65536, ge=1)
+    """Bytes that a cell may print on each of stdout and stderr; then it is interrupted."""
+
+
+class ToolConfig(Section):
+    timeout_s: float | None = Field(default=None, gt=0, le=45)
+    """Wall-clock time of one call; left out, the tool's own: 30 s, `sandbox.wall_time_s` for programs,
+    `tools.jupyter.cell_time_s` for `jupyter_code`."""
+    concurrency: int | None = Field(default=None, ge=1)
+    """Calls that run at once; left out, the tool's own: 64, `sandbox.num_slots` for `jupyter_code`."""
+    max_chars: int = Field(default=256, ge=16)
+    """A longer response is cut; a task's `max_response_chars` goes before it."""
+    cut: Literal["start", "middle", "end"] = "middle"
+    """Where it is cut."""
+
+
+class ToolsConfig(Section):
+    paths: list[str] = []
+    """More tools: import paths of classes (`package.module:Class`)."""
+    limits: dict[str, ToolConfig] = {}
+    """Limits of tools by name."""
+    jupyter: LiveConfig = LiveConfig()
+    """The process that a trajectory has for `jupyter_code`."""
 
 
 class MathRewardConfig(Section):
     num_workers: int = Field(default=1, ge=1)
     """Math-Verify processes; started on first use."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """A grading that takes longer is killed: a grader failure, not a wrong answer."""
+    """CPU time of one grading. An answer that takes more is worth nothing, and its worker is replaced."""
 
 
 class QueueConfig(Section):
@@ -67,7 +105,7 @@ class QueueConfig(Section):
     """Jobs waiting in each lane, before callers are told to come back."""
     redis_uri: str = ""
     """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
-    says the same, and keeps a password out of the recipe."""
+    (or REDIS_URL) says the same, and keeps a password out of the recipe."""
     redis_prefix: str = "millrace"
     """Begins every key in Redis; gateways and workers with the same prefix work together."""
     allow_plain_redis: bool = False
@@ -80,7 +118,10 @@ class QueueConfig(Section):
 
 class HttpConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
-    """Also serve the HTTP interface that clients of Code Judge speak; they expect it on 8000, 0 takes a free port."""
+    """Also serve the HTTP interface that clients of Code Judge speak; they expect it on 8000, 0 takes a free port. Variable:
+    CODE_JUDGE_PORT."""
+    reuse_port: bool = False
+    """Let other gateways on this host serve the same port; the system spreads connections over them."""
     queue_wait_s: float = Field(default=20.0, gt=0)
     """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`."""
     long_batch_wait_s: float = Field(default=3600.0, gt=0)
@@ -102,6 +143,8 @@ class EnvGatewayConfig(Section):
     """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()
     """Math rewards."""
+    tools: ToolsConfig = ToolsConfig()
+    """Tools that policies may call."""
     environments: dict[str, str] = {}
     """More environments: name -> import path (`package.module:Class`)."""
     alfworld: AlfworldConfig = AlfworldConfig()

@@ -1,7 +1,8 @@
 """From a recipe file to a validated ``Recipe``: extends, overrides, variables, and errors that say what to write.
 
-Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, environment
-variables for ports. Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
+Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, a ``--profile``, the
+overrides again, environment variables for ports and GPUs. ``defaults`` go below all of these (``config.defaults``).
+Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
 ``../`` is a path relative to the file that holds it.
 
 Imports neither torch nor grpc: a typo costs a second, not a night.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,26 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from services.common.config.defaults import merge, spread_defaults
 from services.common.config.explain import explain
+from services.common.config.gpu_variables import gpu_settings
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
 RESOLVED = "recipe.json"
 
+Profile = Callable[[dict[str, Any]], dict[str, Any]]
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> Recipe:
+
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    profile: Profile | None = None,
+) -> Recipe:
     """Read and validate a recipe (a file, or a directory that holds ``recipe.yaml``).
+
+    ``profile`` transforms the whole of it; overrides count before it and, but for ``data``, once more after it.
 
     Raises:
         ConfigError: with one line per problem: the path in the recipe, what is wrong, what to write instead.
@@ -35,8 +47,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), environment: Mapping[
     tree = _read(_recipe_file(path), seen=())
     for override in overrides:
         _apply_override(tree, override)
+    if profile is not None:
+        tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
+        for override in overrides:
+            if not override.strip().startswith("data."):  # the profile has replaced whole datasets
+                _apply_override(tree, override)
     _apply_variables(tree, environment)
-    return validate(tree, source=str(path))
+    return validate(spread_defaults(tree), source=str(path))
 
 
 def validate(tree: Mapping[str, Any], source: str) -> Recipe:
@@ -54,7 +71,7 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = recipe.model_dump(mode="json")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    partial = run_dir / f"{RESOLVED}.partial"
+    partial = run_dir / f"{RESOLVED}.{os.getpid()}.partial"  # several processes of a split launch may write it at once
     partial.write_text(json.dumps(tree, indent=1))
     partial.replace(run_dir / RESOLVED)
 
@@ -107,7 +124,8 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     parent = Path(base) if Path(base).is_absolute() else file.parent / base
     if not parent.is_file():
         raise ConfigError(f"{file}: extends names {parent}, which does not exist")
-    return _merge(_read(parent, (*seen, file)), tree)
+    merged: dict[str, Any] = merge(_read(parent, (*seen, file)), tree)
+    return merged
 
 
 def _absolute(value: Any, directory: Path) -> Any:
@@ -118,14 +136,6 @@ def _absolute(value: Any, directory: Path) -> Any:
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((directory / value).resolve())
     return value
-
-
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -156,6 +166,8 @@ def _apply_variables(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         if not text.isdigit():
             raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
         _set(tree, path, int(text))
+    for path, value in gpu_settings(tree, environment):
+        _set(tree, path, value)
 
 
 def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -163,6 +175,7 @@ def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     if tree.get("envgateway", {}) is not None:
         variables["ENVGATEWAY_PORT"] = ("envgateway", "port")
         variables["TASK_SERVER_PORT"] = ("envgateway", "task_server", "port")
+        variables["CODE_JUDGE_PORT"] = ("envgateway", "http", "port")
     for name in tree.get("inference") or ():
         variables[f"INFERENCE_{_variable(name)}_PORT"] = ("inference", name, "port")
     for name in tree.get("policies") or ():

@@ -8,9 +8,10 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
-from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig
+from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.config.placement import check_placement
 from services.common.config.policy import PolicyConfig
 from services.common.config.services import (
     InferenceConfig,
@@ -18,7 +19,6 @@ from services.common.config.services import (
     OrchestratorConfig,
     RolloutConfig,
     WarmStartConfig,
-    WorkflowConfig,
 )
 from services.common.loopback import is_loopback
 
@@ -30,8 +30,10 @@ class RunConfig(Section):
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
     """Seeds data order, sampling and initial weights."""
-    steps: int = Field(default=100, ge=1)
-    """Training steps, each one published version."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
+    lockstep: bool = False
+    """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
 
 
 class Recipe(Section):
@@ -58,11 +60,11 @@ class Recipe(Section):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     """The orchestrator."""
     inference: dict[str, InferenceConfig] = Field(default={"a": InferenceConfig()}, min_length=1)
-    """The inference services that `millrace run` starts on this node, by name. Others may join at any time."""
+    """The inference services of the run, by name. Others may join at any time."""
     envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
     """The environment gateway; null when the workflow needs none."""
-    warm_start: WarmStartConfig | None = None
-    """Supervised training that makes the starting checkpoint, before the run."""
+    warm_start: dict[str, WarmStartConfig] = {}
+    """By policy: supervised training that makes its starting checkpoint, before the run."""
     launch: LaunchConfig = LaunchConfig()
     """How processes are started and stopped."""
 
@@ -80,16 +82,27 @@ class Recipe(Section):
         self._check_models()
         self._check_batches()
         self._check_ports()
+        check_placement(self.inference, self.policies)
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
-        if self.data.evaluation is None and (self.evaluation.at_start or self.evaluation.at_end):
+        self._check_evaluation()
+        return self
+
+    def _check_evaluation(self) -> None:
+        evaluation = self.evaluation
+        if not self.data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
             raise ValueError(
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
-                "or set evaluation.at_start and evaluation.at_end to false"
+                "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
-        return self
+        for policy in evaluation.policies:
+            if policy not in self.policies:
+                raise ValueError(
+                    f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
+                    f"write one of {sorted(self.policies)}"
+                )
 
     def _check_policies_are_served(self) -> None:
         for name, service in self.inference.items():
@@ -102,17 +115,25 @@ class Recipe(Section):
         for policy in self.policies:
             if not any(not s.policies or policy in s.policies for s in self.inference.values()):
                 raise ValueError(f"no inference service serves policy {policy!r}: add it to inference.<name>.policies")
+        whole = any(not s.policies or set(s.policies) == set(self.policies) for s in self.inference.values())
+        if self.rollout.policies == "together" and not whole:
+            raise ValueError(
+                f"no inference service serves all of {sorted(self.policies)}, which play together in one rollout: "
+                "leave inference.<name>.policies of one of them empty, or set rollout.policies to apart"
+            )
 
     def _check_models(self) -> None:
-        if self.warm_start and self.warm_start.policy not in self.policies:
-            raise ValueError(
-                f"warm_start.policy names {self.warm_start.policy!r}, which is no policy of this recipe; "
-                f"write one of {sorted(self.policies)}"
-            )
-        made = self.warm_start.policy if self.warm_start else None
+        for name in self.warm_start:
+            if name not in self.policies:
+                raise ValueError(
+                    f"warm_start.{name} is for no policy of this recipe; write one of {sorted(self.policies)}"
+                )
         for name, policy in self.policies.items():
-            if policy.model.path is None and name != made:
-                raise ValueError(f"policies.{name}.model.path is missing: write a model directory or a hub name")
+            if policy.model.path is None and name not in self.warm_start:
+                raise ValueError(
+                    f"policies.{name}.model.path is missing: write a model directory or a hub name, or how to make it "
+                    f"under warm_start.{name}"
+                )
             if self.sampling.max_new_tokens >= policy.model.context_length:
                 raise ValueError(
                     f"sampling.max_new_tokens ({self.sampling.max_new_tokens}) leaves no room for a prompt in "
@@ -145,14 +166,26 @@ class Recipe(Section):
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
 
+    def compositions(self) -> list[tuple[str, ...]]:
+        """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
+        return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.policies]
+
+    def evaluation_compositions(self) -> list[tuple[str, ...]]:
+        """The same of evaluation."""
+        chosen = tuple(self.evaluation.policies)
+        if self.rollout.policies == "apart":
+            return [(policy,) for policy in chosen or self.policies]
+        return [chosen]
+
     def ports(self) -> list[tuple[str, int]]:
-        """Every port of the recipe with the key that sets it; 0 takes a free one."""
+        """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
         ports = [("orchestrator.port", self.orchestrator.port)]
         ports += [(f"inference.{name}.port", service.port) for name, service in self.inference.items()]
         if self.envgateway:
             ports.append(("envgateway.port", self.envgateway.port))
         for name, policy in self.policies.items():
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
+            ports.append((f"policies.{name}.trainer.rendezvous_port", policy.trainer.rendezvous_port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
         return ports
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.base import Section
+from services.common.config.sglang import SglangConfig
 
 
 class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
     """Trajectories per task issue: a task group."""
+    policies: Literal["together", "apart"] = "together"
+    """`together`: a rollout may use every policy of the recipe. `apart`: each task group is played by one policy alone, in
+    turn, so that several learn the same thing side by side, each at its own speed."""
+    admit: Literal["all", "any"] = "all"
+    """When a rollout that trains several policies may start: when each has room for what it brings, or when one has; then
+    what the others cannot use is dropped (`sequences_surplus`)."""
     timeout_s: float = Field(default=600.0, gt=0)
     """A rollout that takes longer is a failure."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
-
-
-class WorkflowConfig(Section):
-    name: str = "single_turn"
-    """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
-    settings: dict[str, Any] = {}
-    """Settings of the workflow; each workflow documents and checks its own."""
 
 
 class OrchestratorConfig(Section):
@@ -55,13 +55,26 @@ class ScriptedEngineConfig(Section):
     """Random token ids lie below this."""
 
 
+class ForcedEngineConfig(Section):
+    script: str | None = None
+    """What the policies say: a built-in workflow's name, or the import path of a function from a cue
+    (`services.inference.scripts.base.Cue`) to text. Left out, the built-in one of the recipe's workflow."""
+    right_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of rollouts in which the built-in scripts give the reference answer or the expert's actions."""
+    num_words: int = Field(default=8, ge=0)
+    """Meaningless words before an answer, different in each rollout; none where `reward` is a function of the recipe's."""
+    seed: int = 0
+    """Seeds the script together with `run.seed`."""
+
+
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
     """Bind address. Only loopback is allowed."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
-    engine: Literal["torch", "scripted", "sglang"] = "torch"
-    """`torch`: embedded, CPU or one GPU. `scripted`: no model, for tests and simulations."""
+    engine: Literal["torch", "forced", "scripted", "sglang"] = "torch"
+    """`torch`: embedded, CPU or one GPU. `forced`: the same, over tokens that a script chooses instead of sampling, for
+    trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`: many GPUs."""
     policies: list[str] = []
     """Policies that this service serves; empty means all."""
     num_slots: int = Field(default=64, ge=1)
@@ -76,31 +89,45 @@ class InferenceConfig(Section):
     """Type in which the engine computes."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads on a CPU."""
+    node: int = Field(default=0, ge=0)
+    """The node it runs on. `millrace run` starts what belongs to node 0 and prints the commands for the others."""
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs of its node that it gets for itself; empty: it sees what its environment shows. Variable: INFERENCE_<NAME>_GPUS."""
+    engines: dict[str, Annotated[int, Field(ge=1)]] = {}
+    """With `sglang`, engines of each policy (data parallel); left out, all GPUs are the only policy's."""
     scripted: ScriptedEngineConfig = ScriptedEngineConfig()
     """Settings of the scripted engine."""
+    forced: ForcedEngineConfig = ForcedEngineConfig()
+    """Settings of the forced engine."""
+    sglang: SglangConfig = SglangConfig()
+    """Settings of the SGLang engines."""
 
 
 class WarmStartConfig(Section):
-    policy: str
-    """The policy whose starting checkpoint this makes."""
     builder: str
     """Import path of `build(directory: Path, seed: int, **settings) -> None`: writes model and tokenizer as a
     Hugging Face directory."""
     builder_settings: dict[str, Any] = {}
     """Keyword arguments of the builder."""
-    dialogues: str
+    dialogues: str | None = None
     """Import path of a generator of dialogues (`{"messages": [{"role", "content"}, ...]}`), called with `seed` and
-    `dialogue_settings`; or a jsonl file of such rows."""
+    `dialogue_settings`; or a jsonl file of such rows. Needed unless `steps` is 0."""
     dialogue_settings: dict[str, Any] = {}
     """Keyword arguments of the generator."""
-    steps: int = Field(default=120, ge=1)
-    """Optimizer updates."""
+    steps: int = Field(default=120, ge=0)
+    """Optimizer updates; 0 leaves the model as it was built."""
     batch_size: int = Field(default=192, ge=1)
     """Dialogues per update."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak of a cosine schedule."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW."""
+
+    @model_validator(mode="after")
+    def _dialogues_to_train_on(self) -> WarmStartConfig:
+        if self.steps and self.dialogues is None:
+            raise ValueError("dialogues is missing: name a generator or a jsonl file, or set steps to 0")
+        return self
 
 
 class LaunchConfig(Section):
@@ -110,3 +137,5 @@ class LaunchConfig(Section):
     """Times that a process killed by a signal is started again."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
+    gpu_memory_gib: float = Field(default=80.0, gt=0)
+    """Memory of each GPU. `millrace check` and `millrace run` refuse what cannot fit."""

@@ -250,6 +250,7 @@ class RunTaskGroup(google.protobuf.message.Message):
     REQUIRED_VERSIONS_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    POLICIES_FIELD_NUMBER: builtins.int
     task_group_id: builtins.str
     """The task group."""
     purpose: services.common.pb.trajectory_pb2.Purpose.ValueType
@@ -276,6 +277,10 @@ class RunTaskGroup(google.protobuf.message.Message):
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """How long the rollouts may take; after this the replica reports a failure."""
 
+    @property
+    def policies(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The policies that the rollouts may use; empty means all of the run."""
+
     def __init__(
         self,
         *,
@@ -287,9 +292,10 @@ class RunTaskGroup(google.protobuf.message.Message):
         required_versions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         seed: builtins.int = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        policies: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling", "task", b"task", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["indices", b"indices", "purpose", b"purpose", "required_versions", b"required_versions", "sampling", b"sampling", "seed", b"seed", "task", b"task", "task_group_id", b"task_group_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["indices", b"indices", "policies", b"policies", "purpose", b"purpose", "required_versions", b"required_versions", "sampling", b"sampling", "seed", b"seed", "task", b"task", "task_group_id", b"task_group_id", "timeout", b"timeout"]) -> None: ...
 
 Global___RunTaskGroup: typing_extensions.TypeAlias = RunTaskGroup
 

@@ -338,11 +338,47 @@ class EvaluationResult(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class NewestVersionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class RolesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     MEAN_REWARD_FIELD_NUMBER: builtins.int
     NUM_TRAJECTORIES_FIELD_NUMBER: builtins.int
     NUM_FAILED_FIELD_NUMBER: builtins.int
+    NEWEST_VERSIONS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    DATASETS_FIELD_NUMBER: builtins.int
+    ROLES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
@@ -351,9 +387,23 @@ class EvaluationResult(google.protobuf.message.Message):
     """Trajectories counted."""
     num_failed: builtins.int
     """Of these, failed ones."""
+    pinned: builtins.bool
+    """Whether every trajectory was sampled from exactly `versions`."""
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """The version of each policy."""
+
+    @property
+    def newest_versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """The newest version of each policy that was played on; more than `versions` when it was not pinned."""
+
+    @property
+    def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DatasetScore]:
+        """Results by dataset."""
+
+    @property
+    def roles(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Mean reward of the sequences of each "policy/role/attempt" that were played."""
 
     def __init__(
         self,
@@ -363,10 +413,110 @@ class EvaluationResult(google.protobuf.message.Message):
         mean_reward: builtins.float = ...,
         num_trajectories: builtins.int = ...,
         num_failed: builtins.int = ...,
+        newest_versions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        pinned: builtins.bool = ...,
+        datasets: collections.abc.Iterable[Global___DatasetScore] | None = ...,
+        roles: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["mean_reward", b"mean_reward", "name", b"name", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
 
 Global___EvaluationResult: typing_extensions.TypeAlias = EvaluationResult
+
+@typing.final
+class DatasetScore(google.protobuf.message.Message):
+    """What an evaluation brought on one dataset."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NUM_ITEMS_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_ITEM_FIELD_NUMBER: builtins.int
+    MEAN_REWARD_FIELD_NUMBER: builtins.int
+    PASS_AT_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """The dataset, as the recipe calls it."""
+    num_items: builtins.int
+    """Tasks."""
+    samples_per_item: builtins.int
+    """Trajectories per task."""
+    @property
+    def mean_reward(self) -> Global___Estimate:
+        """Mean reward over tasks and samples (avg@k)."""
+
+    @property
+    def pass_at(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PassAt]:
+        """Share of tasks of which at least one of k samples passes."""
+
+    @property
+    def failed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tasks with a failed sample, by id."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        num_items: builtins.int = ...,
+        samples_per_item: builtins.int = ...,
+        mean_reward: Global___Estimate | None = ...,
+        pass_at: collections.abc.Iterable[Global___PassAt] | None = ...,
+        failed: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["mean_reward", b"mean_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "mean_reward", b"mean_reward", "name", b"name", "num_items", b"num_items", "pass_at", b"pass_at", "samples_per_item", b"samples_per_item"]) -> None: ...
+
+Global___DatasetScore: typing_extensions.TypeAlias = DatasetScore
+
+@typing.final
+class Estimate(google.protobuf.message.Message):
+    """A mean with its 95% interval."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: builtins.int
+    LOW_FIELD_NUMBER: builtins.int
+    HIGH_FIELD_NUMBER: builtins.int
+    value: builtins.float
+    """The mean."""
+    low: builtins.float
+    """Lower end."""
+    high: builtins.float
+    """Upper end."""
+    def __init__(
+        self,
+        *,
+        value: builtins.float = ...,
+        low: builtins.float = ...,
+        high: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["high", b"high", "low", b"low", "value", b"value"]) -> None: ...
+
+Global___Estimate: typing_extensions.TypeAlias = Estimate
+
+@typing.final
+class PassAt(google.protobuf.message.Message):
+    """One pass@k."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    K_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    k: builtins.int
+    """Samples drawn."""
+    @property
+    def share(self) -> Global___Estimate:
+        """The share."""
+
+    def __init__(
+        self,
+        *,
+        k: builtins.int = ...,
+        share: Global___Estimate | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["share", b"share"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["k", b"k", "share", b"share"]) -> None: ...
+
+Global___PassAt: typing_extensions.TypeAlias = PassAt
 
 @typing.final
 class WatchRunRequest(google.protobuf.message.Message):

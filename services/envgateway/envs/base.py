@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from services.common.errors import InfrastructureError
-from services.envgateway.envs.tools import ToolBox
 from services.envgateway.rewards.registry import Rewards
+from services.envgateway.tools.registry import ToolBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,14 @@ from services.envgateway.envs.base import Environment, EnvironmentContext, Envir
 from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
 from services.envgateway.envs.rooms.environment import RoomsEnvironment
 from services.envgateway.envs.single_step import SingleStep
+from services.envgateway.envs.tool_calls import ToolCalls
 from services.envgateway.envs.tool_loop import ToolLoop
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
     "rooms": RoomsEnvironment,
     "single_step": SingleStep,
     "tool": ToolLoop,
+    "tools": ToolCalls,
 }
 
 

@@ -23,8 +23,15 @@ class ToolSettings(SingleStepSettings):
     """Tools of the gateway that the policy may call."""
     max_turns: int = Field(default=5, ge=1)
     """Turns; the call of the last one is not executed."""
-    max_response_chars: int = Field(default=256, ge=16)
-    """A longer tool response is cut in the middle."""
+    max_response_chars: int | None = Field(default=None, ge=16)
+    """A longer tool response is cut; left out, each tool's own length: 256."""
+
+
+class ToolCallsSettings(Section):
+    tools: list[str] = ["python"]
+    """Tools of the gateway that may be called."""
+    max_response_chars: int | None = Field(default=None, ge=16)
+    """A longer tool response is cut; left out, each tool's own length: 256."""
 
 
 AnySettings = TypeVar("AnySettings", bound=Section)

@@ -19,16 +19,25 @@ class Listener:
     """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback."""
 
     def __init__(
-        self, application: web.Application, host: str, port: int, *, name: str, setting: str, leaving_cancels: bool
+        self,
+        application: web.Application,
+        host: str,
+        port: int,
+        *,
+        name: str,
+        setting: str,
+        leaving_cancels: bool,
+        reuse_port: bool = False,
     ) -> None:
         """``name`` and ``setting`` are for errors: what listens, and the port's path in the recipe. ``leaving_cancels``
-        ends the handler of a client that has left."""
+        ends the handler of a client that has left. ``reuse_port`` lets several processes share the port."""
         if not is_loopback(host):
             raise ConfigError(f"{name} may not bind {host}: it does not authenticate its callers")
         self._runner = web.AppRunner(
             application, handler_cancellation=leaving_cancels, access_log=None, shutdown_timeout=_STOP_S
         )
         self._host = host
+        self._reuse_port = reuse_port
         self._name = name
         self._setting = setting
         self.port = port
@@ -36,7 +45,7 @@ class Listener:
     async def start(self) -> int:
         """Returns the port. Raises ``ConfigError`` for one that is taken."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port)
+        site = web.TCPSite(self._runner, self._host, self.port, reuse_port=self._reuse_port or None)
         try:
             await site.start()
         except OSError as error:

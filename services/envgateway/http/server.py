@@ -1,4 +1,5 @@
-"""Routes of Code Judge over aiohttp: single runs are interactive, batches are not.
+"""Routes of Code Judge over aiohttp: single runs are interactive, and so are batches of one, as rollouts send their tool
+calls; larger batches are not.
 
     GET  /ping, /status
     POST /run, /judge, each also /batch and /long-batch
@@ -19,7 +20,13 @@ from aiohttp import web
 
 from services.common.config.envgateway import HttpConfig
 from services.envgateway.http.listener import Listener
-from services.envgateway.http.schema import UnreadableBodyError, batch_answer, read_batch, read_submission
+from services.envgateway.http.schema import (
+    BatchSubmission,
+    UnreadableBodyError,
+    batch_answer,
+    read_batch,
+    read_submission,
+)
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.base import JobQueue
@@ -53,6 +60,7 @@ class HttpServer:
         self._listener = Listener(
             application, host, config.port,
             name="the HTTP interface", setting="envgateway.http.port", leaving_cancels=True,
+            reuse_port=config.reuse_port,
         )  # fmt: skip
 
     @property
@@ -83,7 +91,7 @@ class HttpServer:
     def _batch(self, with_output: bool) -> _Handler:
         async def handle(request: web.Request) -> web.Response:
             batch = await _read(request, read_batch)
-            outcomes = await self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.queue_wait_s)
+            outcomes = await self._submissions.run_all(batch.submissions, _lane(batch), self._config.queue_wait_s)
             return _json(batch_answer(batch.sub_id, [outcome.shown(with_output) for outcome in outcomes]))
 
         return _for_client(handle)
@@ -94,7 +102,7 @@ class HttpServer:
             response = web.StreamResponse(headers={"Content-Type": "application/json"})
             await response.prepare(request)
             running = asyncio.ensure_future(
-                self._submissions.run_all(batch.submissions, Lane.BATCH, self._config.long_batch_wait_s)
+                self._submissions.run_all(batch.submissions, _lane(batch), self._config.long_batch_wait_s)
             )
             try:
                 while not (await asyncio.wait([running], timeout=_KEEP_ALIVE_S))[0]:
@@ -122,6 +130,10 @@ def _for_client(handle: _Handler) -> _Handler:
                 return _json({"detail": error.details}, status=422)
 
     return wrapped
+
+
+def _lane(batch: BatchSubmission) -> Lane:
+    return Lane.BATCH if len(batch.submissions) > 1 else Lane.INTERACTIVE
 
 
 async def _read(request: web.Request, reader: Callable[[bytes], Read]) -> Read:

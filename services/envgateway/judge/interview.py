@@ -19,6 +19,7 @@ from typing import Any
 
 from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, Verdict
 from services.envgateway.judge.results import case_result
+from services.envgateway.sandbox.bare.places import COMPANION
 from services.envgateway.sandbox.connection import SubmittedRun
 from services.envgateway.sandbox.jobs import Job, profile_of
 from services.envgateway.sandbox.lease import SlotLease
@@ -52,9 +53,9 @@ class _Frames:
                     return frame
             if self._ended:
                 return None
-            piece = await self._run.said.get()
-            self._ended = not piece
-            self._buffer += piece
+            said = await self._run.said.get()
+            self._ended = said is None
+            self._buffer += said.data if said is not None else b""
 
 
 def _framed(data: bytes) -> bytes:
@@ -93,7 +94,7 @@ class Interview:
             profile=profile_of(self._tests.tests.encode()),
             source=source,
             interactive=True,
-            companion=True,
+            place=COMPANION,
             limits=self._all_limits(extra=2.0),
         )
         checker = await self._slot.start(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import overload
 
@@ -49,6 +50,10 @@ class FairQueue:
 
     def start(self) -> None:
         """Before the first job."""
+
+    async def failed(self) -> None:
+        """Until something broke that does not mend itself; raises it. Here nothing can: cancel the wait."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         """After the last."""

@@ -11,11 +11,11 @@ Every case is run and reported on its own; the first that fails decides what is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
+from services.common.programs import program_of, with_preamble
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
@@ -33,8 +33,6 @@ from services.envgateway.sandbox.records import ExecutionLimits
 
 CASE_TIME_S = 6.0
 JUDGING_TIMEOUT_S = 600.0  # of all cases together, the queue included
-
-_FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 class JudgeQueue(Protocol):
@@ -57,24 +55,14 @@ class CodeReward:
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
-        if isinstance(tests, AssertTests) and tests.preamble and not _defines(code, tests.entry_point):
-            code = tests.preamble + code  # the completion goes on where the prompt ended
+        if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
+            code = with_preamble(code, tests.preamble, tests.entry_point)
         request = JudgeRequest(code=code, tests=tests, limits=ExecutionLimits(wall_s=CASE_TIME_S), lane=Lane.BATCH)
         try:
             result = await self._queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=self.timeout_s)
         except (CapacityError, DeadlineError) as error:
             return grader_failed(error.message)
         return _reward(result)
-
-
-def program_of(completion: str) -> str:
-    """The last fenced block, or the whole text.
-
-    >>> program_of("First ```python\\nprint(1)\\n``` then ```\\nprint(2)\\n``` done")
-    'print(2)\\n'
-    """
-    blocks = _FENCED.findall(completion)
-    return str(blocks[-1]) if blocks else completion
 
 
 def read_tests(task: Mapping[str, Any]) -> Tests:
@@ -98,13 +86,6 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRequestError(f"the task's tests are not as they should be: {error!r}") from None
     raise InvalidRequestError(f"the task's tests are of kind {tests['kind']!r}; there are stdin, call and assert")
-
-
-def _defines(code: str, name: str) -> bool:
-    return (
-        bool(name)
-        and re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code, re.MULTILINE) is not None
-    )
 
 
 def _reward(result: JudgeResult) -> RewardResult:

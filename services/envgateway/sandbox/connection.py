@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 from services.envgateway.sandbox.bare import wire
@@ -11,6 +12,17 @@ from services.envgateway.sandbox.jobs import Job
 from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
 
 _ids = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of what an interactive run says; of a live process also what else came of the question."""
+
+    data: bytes
+    stdout: bytes = b""
+    stderr: bytes = b""
+    interrupted: str = ""  # TIME_LIMIT or OUTPUT_LIMIT, when it was stopped to make it answer
+    truncated: bool = False
 
 
 class SupervisorConnection(asyncio.Protocol):
@@ -52,7 +64,7 @@ class SupervisorConnection(asyncio.Protocol):
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "said":
                 if head["id"] in self._runs:
-                    self._runs[head["id"]].said.put_nowait(blobs[0])
+                    self._runs[head["id"]].said.put_nowait(_said(head, blobs))
                 continue
             run = self._runs.pop(head["id"], None)
             if run is not None:
@@ -77,7 +89,7 @@ class SubmittedRun:
         self._connection = connection
         self.id = run_id
         self.result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
-        self.said: asyncio.Queue[bytes] = asyncio.Queue()  # of an interactive run; an empty piece at its end
+        self.said: asyncio.Queue[Said | None] = asyncio.Queue()  # of an interactive run; None at its end
         self.answer = b""
 
     def cancel(self) -> None:
@@ -92,7 +104,14 @@ class SubmittedRun:
         self.answer = answer
         if not self.result.done():
             self.result.set_result(result)
-        self.said.put_nowait(b"")
+        self.said.put_nowait(None)
+
+
+def _said(head: dict[str, Any], blobs: list[bytes]) -> Said:
+    if len(blobs) == 1:
+        return Said(blobs[0])
+    data, stdout, stderr = blobs
+    return Said(data, stdout, stderr, head["interrupted"], head["truncated"])
 
 
 def _broken(why: str) -> ExecutionResult:

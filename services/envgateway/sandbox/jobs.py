@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.envgateway.sandbox.bare.places import PROGRAM
+
 MAX_CODE_BYTES = 1 << 20
 # A look at the text, not a parse: a false find costs some memory, a missed one the time of an import.
 _SCIENTIFIC = re.compile(rb"^[ \t]*(?:import|from)[ \t][^\n#]*\b(?:numpy|sympy|mpmath)\b", re.MULTILINE)
@@ -25,7 +27,7 @@ class Job:
     stdin: bytes = b""
     payload: bytes = b""  # what a harness reads; the first words of an interactive run
     interactive: bool = False
-    companion: bool = False  # in the second slot, beside a program that it calls
+    place: str = PROGRAM  # COMPANION: beside a program that it calls; LIVE: apart from the slots of programs
 
     @property
     def head(self) -> dict[str, Any]:
@@ -34,7 +36,7 @@ class Job:
             "profile": self.profile,
             "limits": self.limits,
             "interactive": self.interactive,
-            "companion": self.companion,
+            "place": self.place,
         }
 
 

@@ -67,7 +67,9 @@ class SupervisorLauncher:
     def __init__(self, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> None:
         self._config = config
         self._tiers = tiers if tiers is not None else _allowed_tiers(config)
-        self._users = SlotUsers(2 * config.num_slots)  # as many again for the tests that call programs
+        # as many again for the tests that call programs
+        self._num_users = 2 * config.num_slots + config.num_live
+        self._users = SlotUsers(self._num_users)
         _remove_directories_of_the_dead()
         self._base_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         os.chmod(self._base_dir, 0o711)  # slot users pass through, and see nothing of each other
@@ -88,8 +90,9 @@ class SupervisorLauncher:
             "tiers": tiers,
             "base_dir": self._base_dir,
             "uids": self._users.uids,
-            "marks": self._users.marks or [0] * 2 * self._config.num_slots,
+            "marks": self._users.marks or [0] * self._num_users,
             "num_slots": self._config.num_slots,
+            "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
             "fork_server_runs": self._config.fork_server_runs,

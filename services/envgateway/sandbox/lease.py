@@ -38,6 +38,7 @@ class SlotLease:
         self._pool = pool
         self._live: set[SubmittedRun] = set()
         self._left = False
+        self._given_back = False
         self.config = pool.config
         self.has_cpp = pool.has_cpp
 
@@ -75,6 +76,7 @@ class SlotLease:
             raise
 
     def leave(self) -> None:
+        """No more runs; leaving twice is fine."""
         self._left = True
         self._release_when_empty()
 
@@ -84,6 +86,6 @@ class SlotLease:
         self._release_when_empty()
 
     def _release_when_empty(self) -> None:
-        if self._left and not self._live:
-            self._left = False
+        if self._left and not self._live and not self._given_back:
+            self._given_back = True
             self._pool.slot_is_empty()

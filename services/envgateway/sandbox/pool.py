@@ -25,6 +25,7 @@ from services.envgateway.sandbox.cpp import run_cpp
 from services.envgateway.sandbox.jobs import Job, profile_of, why_unusable
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import SlotLease
+from services.envgateway.sandbox.live import LiveSlots
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
 log = structlog.get_logger()
@@ -49,6 +50,7 @@ class SandboxPool:
         self.tier = supervisor.tier
         self._has_cpp = bool(supervisor.facts["cpp"])
         self.counts: collections.Counter[str] = collections.Counter()
+        self.live = LiveSlots(self, config.num_live)
 
     @classmethod
     def start_before_threads(cls, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> SandboxPool:
@@ -137,6 +139,7 @@ class SandboxPool:
             "sandbox_busy_slots": float(busy),
             "sandbox_queued": float(len(self._queue)),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
+            **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
     # -- slots --------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.worker.settings import VARIABLES, worker_settings
+from services.envgateway.variables import VARIABLES
+from services.envgateway.worker.settings import worker_settings
 
 _DESCRIPTION = """\
 Run programs for environment gateways, in a sandbox on this node. Gateway and workers meet in one Redis only; start as
@@ -22,7 +23,8 @@ many workers as you like, on as many nodes as you like, and stop or kill them at
 
   REDIS_URI=redis://127.0.0.1:6379 MAX_WORKERS=64 MAX_EXECUTION_TIME=4 python -m services.envgateway.worker
 
-SIGTERM: take no more, let what runs end, give back the rest.
+SIGTERM: take no more, let what runs end, give back the rest. kill -9: others take over what ran here after lease_s.
+Where Redis is away the worker waits for it, for ever; it ends by itself only over settings that cannot work.
 """
 
 

@@ -6,10 +6,10 @@ Knows nothing of Redis but names of entries.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from services.envgateway.judge.records import Lane
 
@@ -25,49 +25,60 @@ class Delivery:
     payload: bytes = field(repr=False)
     attempt: int = 1
 
+    @property
+    def place(self) -> Place:
+        """Each lane's stream counts its entries by itself: an id alone may name one in each."""
+        return self.lane, self.entry
+
+
+Place: TypeAlias = tuple[Lane, bytes]
+
 
 class HeldJobs:
     """Deliveries in hand, each with the task that deals with it."""
 
     def __init__(self) -> None:
-        self._tasks: dict[bytes, asyncio.Task[None]] = {}
-        self._deliveries: dict[bytes, Delivery] = {}
+        self._tasks: dict[Place, asyncio.Task[None]] = {}
+        self._deliveries: dict[Place, Delivery] = {}
+        self._of_job: defaultdict[str, set[Place]] = defaultdict(set)
+        self._count: Counter[Lane] = Counter()
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._deliveries)
 
-    def __contains__(self, entry: bytes) -> bool:
-        return entry in self._deliveries
+    def __contains__(self, delivery: Delivery) -> bool:
+        return delivery.place in self._deliveries
 
     def count(self, lane: Lane) -> int:
-        return Counter(delivery.lane for delivery in self._deliveries.values())[lane]
+        return self._count[lane]
 
     def of(self, lane: Lane) -> list[bytes]:
         """Entries in hand, for renewing their leases."""
-        return [entry for entry, delivery in self._deliveries.items() if delivery.lane is lane]
+        return [entry for of_lane, entry in self._deliveries if of_lane is lane]
 
     def hold(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start the work; the delivery is in hand until it ends."""
-        entry = delivery.entry
-        self._deliveries[entry] = delivery
-        task = self._tasks[entry] = asyncio.create_task(work, name=f"job {delivery.job_id}")
-        task.add_done_callback(lambda _: self._ended(entry))
+        place = delivery.place
+        assert place not in self._deliveries, f"{place} is in hand already"
+        self._deliveries[place] = delivery
+        self._of_job[delivery.job_id].add(place)
+        self._count[delivery.lane] += 1
+        task = self._tasks[place] = asyncio.create_task(work, name=f"job {delivery.job_id}")
+        task.add_done_callback(lambda _: self._ended(delivery))
         return task
 
-    def kill(self, entry: bytes) -> None:
-        """It is no longer ours, or nobody waits for it."""
-        if entry in self._tasks:
-            self._tasks[entry].cancel()
+    def kill(self, lane: Lane, entry: bytes) -> bool:
+        """It is no longer ours, or nobody waits for it. False when it is not in hand."""
+        task = self._tasks.get((lane, entry))
+        return task is not None and task.cancel()
 
     def kill_job(self, job_id: str) -> bool:
-        entries = [entry for entry, delivery in self._deliveries.items() if delivery.job_id == job_id]
-        for entry in entries:
-            self.kill(entry)
-        return bool(entries)
+        killed = [self.kill(*place) for place in self._of_job.get(job_id, ())]
+        return any(killed)
 
     def all(self) -> list[tuple[Delivery, asyncio.Task[None]]]:
-        return [(self._deliveries[entry], task) for entry, task in self._tasks.items()]
+        return [(self._deliveries[place], task) for place, task in self._tasks.items()]
 
     def changed(self) -> None:
         """Wake those that wait for a change."""
@@ -82,6 +93,12 @@ class HeldJobs:
         while self._deliveries:
             await self.wait_for_change()
 
-    def _ended(self, entry: bytes) -> None:
-        del self._tasks[entry], self._deliveries[entry]
+    def _ended(self, delivery: Delivery) -> None:
+        place = delivery.place
+        del self._tasks[place], self._deliveries[place]
+        self._count[delivery.lane] -= 1
+        places = self._of_job[delivery.job_id]
+        places.discard(place)
+        if not places:
+            del self._of_job[delivery.job_id]
         self._changed.set()

@@ -11,9 +11,11 @@ import orjson
 import structlog
 from redis.exceptions import ResponseError
 
+from services.envgateway.calls import SharedCalls
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client
-from services.envgateway.queue.streams.names import GATEWAY, GROUP, JOB_ID, PAYLOAD, Names
+from services.envgateway.queue.streams.names import GATEWAY, GROUP, JOB_ID, PAYLOAD, Names, finish
+from services.envgateway.queue.streams.scripts import ANSWER
 from services.envgateway.worker.held import Delivery
 
 log = structlog.get_logger()
@@ -33,6 +35,8 @@ class Leases:
         self._worker = worker
         self._lease_ms = int(lease_s * 1000)
         self._gateways_seen: dict[str, float] = {}
+        self._looks_for_gateways: SharedCalls[bool] = SharedCalls(max_stored=0)  # a hundred jobs come at once: one asks
+        self._cursors = dict.fromkeys(Lane, "0-0")  # where the next search for the jobs of the dead goes on
         self._answers: list[tuple[Delivery, bytes]] = []
         self._answer_is_there = asyncio.Event()
         self.all_sent = asyncio.Event()
@@ -51,7 +55,7 @@ class Leases:
         """Jobs that nobody has had; waits up to a second for the first."""
         stream = self._names.jobs(lane)
         reply: Any = await self._client.xreadgroup(GROUP, self._worker, {stream: ">"}, count=at_most, block=BLOCK_MS)
-        return [_delivery(lane, entry, fields, 1) for _, entries in reply for entry, fields in entries]
+        return await self._read(lane, [(entry, fields, 1) for _, entries in reply for entry, fields in entries])
 
     async def renew(self, lane: Lane, entries: list[bytes]) -> set[bytes]:
         """Which of these are still ours; the others were withdrawn, or given to somebody else."""
@@ -67,27 +71,34 @@ class Leases:
         return set(claimed)
 
     async def take_over(self, lane: Lane, at_most: int) -> list[Delivery]:
-        """Jobs whose workers have not been heard of, each with the number of its next attempt."""
+        """Jobs whose workers have not been heard of, each with the number of its next attempt.
+
+        One call looks at ten times ``at_most`` leases; the next goes on where it ended.
+        """
         stream = self._names.jobs(lane)
-        reply: Any = await self._client.xautoclaim(stream, GROUP, self._worker, self._lease_ms, "0-0", count=at_most)
-        deliveries = []
-        for entry, fields in reply[1]:
-            if fields is None:  # withdrawn
-                continue
-            pending: Any = await self._client.xpending_range(stream, GROUP, entry, entry, 1)
-            if pending:  # else answered by the one that was thought dead
-                deliveries.append(_delivery(lane, entry, fields, pending[0]["times_delivered"]))
-        return deliveries
+        reply: Any = await self._client.xautoclaim(
+            stream, GROUP, self._worker, self._lease_ms, self._cursors[lane], count=at_most
+        )
+        self._cursors[lane] = reply[0]
+        there = [(entry, fields) for entry, fields in reply[1] if fields is not None]  # else withdrawn
+        if not there:
+            return []
+        async with self._client.pipeline(transaction=False) as pipe:
+            for entry, _ in there:
+                pipe.xpending_range(stream, GROUP, entry, entry, 1)
+            pending = await pipe.execute()
+        return await self._read(lane, [
+            (entry, fields, leases[0]["times_delivered"])
+            for (entry, fields), leases in zip(there, pending, strict=True)
+            if leases  # else answered by the one that was thought dead
+        ])  # fmt: skip
 
     async def is_anybody_waiting(self, delivery: Delivery) -> bool:
         """Whether its gateway lives."""
         now = time.monotonic()
         if now - self._gateways_seen.get(delivery.gateway, -_GATEWAY_SEEN_S) < _GATEWAY_SEEN_S:
             return True
-        if not await self._client.exists(self._names.gateway(delivery.gateway)):
-            return False
-        self._gateways_seen[delivery.gateway] = now
-        return True
+        return await self._looks_for_gateways.run(delivery.gateway, lambda: self._look_for(delivery.gateway))
 
     def answer(self, delivery: Delivery, payload: bytes) -> None:
         """Goes out with ``send_answers``, as soon as Redis takes it."""
@@ -102,13 +113,7 @@ class Leases:
         if not self._answers:
             self._answer_is_there.clear()
         try:
-            async with self._client.pipeline(transaction=True) as pipe:
-                for delivery, payload in answers:
-                    results = self._names.results(delivery.gateway)
-                    pipe.xadd(results, {JOB_ID: delivery.job_id, PAYLOAD: payload})
-                    pipe.expire(results, RESULTS_EXPIRE_S)
-                    self._finish(pipe, delivery)
-                await pipe.execute()
+            await self._send(answers)
         except (*UNREACHABLE, asyncio.CancelledError):
             self._answers = answers + self._answers
             self._answer_is_there.set()
@@ -116,10 +121,18 @@ class Leases:
         if not self._answers:
             self.all_sent.set()
 
+    async def _send(self, answers: list[tuple[Delivery, bytes]]) -> None:
+        keys: list[str] = []
+        arguments: list[Any] = [GROUP, RESULTS_EXPIRE_S]
+        for delivery, payload in answers:
+            keys += (self._names.results(delivery.gateway), self._names.jobs(delivery.lane))
+            arguments += (delivery.entry, delivery.job_id, payload)
+        await self._client.eval(ANSWER, len(keys), *keys, *arguments)
+
     async def drop(self, delivery: Delivery) -> None:
         """Nobody waits for it."""
         async with self._client.pipeline(transaction=True) as pipe:
-            self._finish(pipe, delivery)
+            finish(pipe, self._names.jobs(delivery.lane), delivery.entry)
             await pipe.execute()
 
     async def give_back(self, deliveries: Iterable[Delivery], attempt_counts: bool) -> None:
@@ -152,18 +165,34 @@ class Leases:
                 if not consumer["pending"] and consumer["idle"] > _CONSUMER_FORGOTTEN_MS:
                     await self._client.xgroup_delconsumer(self._names.jobs(lane), GROUP, consumer["name"])
 
-    def _finish(self, pipe: Any, delivery: Delivery) -> None:
-        stream = self._names.jobs(delivery.lane)
-        pipe.xack(stream, GROUP, delivery.entry)
-        pipe.xdel(stream, delivery.entry)
+    async def _look_for(self, gateway: str) -> bool:
+        there = bool(await self._client.exists(self._names.gateway(gateway)))
+        if there:
+            self._gateways_seen[gateway] = time.monotonic()
+        else:
+            self._gateways_seen.pop(gateway, None)
+        return there
 
-
-def _delivery(lane: Lane, entry: bytes, fields: Mapping[bytes, bytes], attempt: int) -> Delivery:
-    return Delivery(
-        lane=lane,
-        entry=entry,
-        job_id=fields[JOB_ID].decode(),
-        gateway=fields[GATEWAY].decode(),
-        payload=fields[PAYLOAD],
-        attempt=attempt,
-    )
+    async def _read(self, lane: Lane, entries: Iterable[tuple[bytes, Mapping[bytes, bytes], int]]) -> list[Delivery]:
+        """Entries that no gateway of ours wrote go: left there, they would come back to every worker."""
+        deliveries, strange = [], []
+        for entry, fields, attempt in entries:
+            try:
+                delivery = Delivery(
+                    lane=lane,
+                    entry=entry,
+                    job_id=fields[JOB_ID].decode(),
+                    gateway=fields[GATEWAY].decode(),
+                    payload=fields[PAYLOAD],
+                    attempt=attempt,
+                )
+            except (KeyError, UnicodeDecodeError):
+                strange.append(entry)
+            else:
+                deliveries.append(delivery)
+        if strange:
+            log.warning("worker.strange_entries", lane=lane.value, entries=strange)
+            async with self._client.pipeline(transaction=True) as pipe:
+                finish(pipe, self._names.jobs(lane), *strange)
+                await pipe.execute()
+        return deliveries

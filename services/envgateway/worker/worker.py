@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from collections import Counter, deque
+import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -33,24 +33,18 @@ from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.turns import Turns
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.worker.held import Delivery, HeldJobs
+from services.envgateway.worker.last_attempts import LastAttempts
 from services.envgateway.worker.leases import Leases
+from services.envgateway.worker.rest import Rest
 
 log = structlog.get_logger()
 
 _AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
 _MOST_AHEAD_PER_SLOT = 4
+_REST_AT_ONCE_S = 0.5
 _LOOKS_A_LEASE = 3
 _FORGET_CONSUMERS_EVERY = 1000  # looks
 _SEND_AT_END_S = 5.0
-
-
-class _LastAttempt:
-    """A job that waits until nothing else runs here, its lease renewed meanwhile."""
-
-    def __init__(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-        self.go = asyncio.Event()
-        self.task: asyncio.Task[None]
 
 
 class Worker:
@@ -68,7 +62,7 @@ class Worker:
         about: dict[str, str] | None = None,
         name: str = "",
     ) -> None:
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{int(time.time())}"
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._client = client
         self._names = names
         self._runner = runner
@@ -80,9 +74,8 @@ class Worker:
         self._max_attempts = max_attempts
         self._about = about or {}
         self._held = HeldJobs()
-        self._last_attempts: deque[_LastAttempt] = deque()
-        self._last_attempt_came = asyncio.Event()
-        self._alone = False  # a last attempt wants the worker to itself
+        self._rest = Rest(longest_s=lease_s)
+        self._last_attempts = LastAttempts(self._held, self._deal_with)
         self._reads = 0  # of the streams, under way
         self._no_reads = asyncio.Event()
         self._no_reads.set()
@@ -96,6 +89,7 @@ class Worker:
         self._stopping.set()
 
     async def run(self, drain_s: float) -> None:
+        """Raises what broke one of the loops, which only a bug can do; the leases of what runs then run out."""
         try:
             await self._leases.make_groups()
         except UNREACHABLE as error:
@@ -103,12 +97,17 @@ class Worker:
         async with TaskOwner() as taking, TaskOwner() as keeping:
             for lane in Lane:
                 taking.start(self._for_ever(partial(self._take, lane)), f"worker: take {lane}")
-            taking.start(self._for_ever(self._make_last_attempts), "worker: last attempts")
+            make = partial(self._last_attempts.make, lambda: self._reads > 0)
+            taking.start(self._for_ever(make), "worker: last attempts")
             keeping.start(self._for_ever(self._look), "worker: leases")
             keeping.start(self._for_ever(self._listen), "worker: withdrawn jobs")
             keeping.start(self._for_ever(self._leases.send_answers), "worker: answers")
             log.info("worker.ready", worker=self.name, slots=self._num_slots, **self._about)
-            await self._stopping.wait()
+            stop = taking.start(self._stopping.wait(), "worker: stop")
+            broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
+            ended, _ = await asyncio.wait((stop, *broken), return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                await task
             await self._no_reads.wait()  # within a second; cut off, they would lose what Redis just gave
             await taking.close()
             await self._drain(drain_s)
@@ -145,8 +144,11 @@ class Worker:
 
     async def _take(self, lane: Lane) -> None:
         room = self._room(lane)
-        if room <= 0 or self._alone or self._stopping.is_set():
+        if room <= self._ahead(lane) // 2 or self._last_attempts.alone or self._stopping.is_set():
             await self._held.wait_for_change()
+            return
+        if self._rest.left_s:
+            await asyncio.sleep(min(self._rest.left_s, _REST_AT_ONCE_S))
             return
         self._reads += 1
         self._no_reads.clear()
@@ -159,31 +161,33 @@ class Worker:
         for delivery in deliveries:
             self._hold(delivery)
 
+    def _slots(self, lane: Lane) -> int:
+        return self._num_slots - (self._reserved if lane is Lane.BATCH else 0)
+
     def _room(self, lane: Lane) -> int:
         """Jobs of this lane to take now: its slots, and as many ahead as are finished in a blink."""
-        slots = self._num_slots - (self._reserved if lane is Lane.BATCH else 0)
-        ahead = int(slots * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
-        return slots + ahead - self._held.count(lane)
+        return self._slots(lane) + self._ahead(lane) - self._held.count(lane)
+
+    def _ahead(self, lane: Lane) -> int:
+        return int(self._slots(lane) * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
 
     def _hold(self, delivery: Delivery) -> asyncio.Task[None]:
         return self._held.hold(delivery, self._deal_with(delivery))
 
     async def _take_over(self) -> None:
+        """Room or not, up to a bound: they have waited longest, and new jobs fill all room before anybody looks."""
         for lane in Lane:
-            room = self._room(lane)
-            if room <= 0 or self._alone:
+            slots = self._slots(lane)
+            bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self._held.count(lane))
+            if bound <= 0 or self._last_attempts.alone or self._rest.left_s:
                 continue
-            for delivery in await self._leases.take_over(lane, room):
-                if delivery.entry in self._held:
+            for delivery in await self._leases.take_over(lane, bound):
+                if delivery in self._held:
                     continue  # our own, from before Redis was away
                 self.counts["taken_over"] += 1
                 log.info("worker.taken_over", job=delivery.job_id, attempt=delivery.attempt)
                 if delivery.attempt == self._max_attempts > 1:
-                    last = _LastAttempt(delivery)
-                    last.task = self._held.hold(delivery, self._when_alone(last))
-                    self._last_attempts.append(last)
-                    self._last_attempt_came.set()
-                    self._alone = True
+                    self._last_attempts.add(delivery)
                 else:
                     self._hold(delivery)
 
@@ -193,8 +197,8 @@ class Worker:
         """From taken to answered, dropped or given back."""
         try:
             if not await self._leases.is_anybody_waiting(delivery):
+                self.counts["dropped"] += 1  # first: once it is gone from Redis, a look at the leases may end this task
                 await self._leases.drop(delivery)
-                self.counts["dropped"] += 1
                 return
             heed_cancellation()
             result = await self._result(delivery)
@@ -220,31 +224,14 @@ class Worker:
             return infrastructure_failure(job, detail)
         try:
             async with self._turns.turn(delivery.lane, ""):
-                return await self._runner.run(job, delivery.lane)
+                result = await self._runner.run(job, delivery.lane)
         except MillraceError as error:
-            return infrastructure_failure(job, f"worker {self.name}: {error.message}")
+            result = infrastructure_failure(job, f"worker {self.name}: {error.message}")
         except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer
             log.exception("worker.job_failed", job=delivery.job_id)
-            return infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
-
-    async def _when_alone(self, last: _LastAttempt) -> None:
-        await last.go.wait()
-        await self._deal_with(last.delivery)
-
-    async def _make_last_attempts(self) -> None:
-        """One after the other, when nothing else runs here."""
-        await self._last_attempt_came.wait()
-        while self._last_attempts:
-            waiting = sum(not last.task.done() for last in self._last_attempts)
-            if self._reads or len(self._held) > waiting:
-                await asyncio.sleep(0.02)
-                continue
-            last = self._last_attempts.popleft()
-            last.go.set()
-            await asyncio.wait([last.task])
-        self._last_attempt_came.clear()
-        self._alone = False
-        self._held.changed()
+            result = infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
+        self._rest.note(is_about_the_program(result))
+        return result
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -256,8 +243,7 @@ class Worker:
             ours = await self._leases.renew(lane, held)
             for entry in held:
                 if entry not in ours:
-                    self.counts["lost_leases"] += entry in self._held
-                    self._held.kill(entry)
+                    self.counts["lost_leases"] += self._held.kill(lane, entry)
         if not self._stopping.is_set():
             await self._take_over()
         if self._looks % _FORGET_CONSUMERS_EVERY == 0:

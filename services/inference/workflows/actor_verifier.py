@@ -4,7 +4,7 @@
                 '-----reject--> solve again, with the verifier's words --> done
 
 Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict agrees with the correctness of
-the first solution, else 0, also when it cannot be read. The rollout counts, in evaluation, by its last solution.
+the first solution, else 0, also when it cannot be read or was cut short by its budget. The rollout counts, in evaluation, by its last solution.
 A verification whose prompt does not fit the context is left out, and so is a second try: that is no failure of what
 was sampled before it.
 """
@@ -48,6 +48,8 @@ Solve the problem again from the beginning. Use what is right in the checker's w
 class ActorVerifierSettings(PromptSettings):
     verifier: str = "model1"
     """The policy that checks. `policy` is the one that solves."""
+    verifier_thinking: bool | None = None
+    """`thinking` of the verifier."""
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     verify_prompt: str = VERIFY
@@ -65,6 +67,9 @@ class ActorVerifier:
         self._settings = settings
         self._grade = build_grader(settings.reward)
 
+    def policies(self) -> tuple[str, ...]:
+        return (self._settings.policy or "model0", self._settings.verifier)
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         settings = self._settings
         messages = build_messages(settings, task)
@@ -72,7 +77,13 @@ class ActorVerifier:
         solver = context.policy(settings.policy or "model0")
         verifier = context.policy(settings.verifier)
 
-        first = Conversation(solver, messages, context.sampling, max_prompt_tokens=settings.max_prompt_tokens)
+        first = Conversation(
+            solver,
+            messages,
+            context.sampling,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            thinking=settings.thinking,
+        )
         solution = await first.generate()
         first_reward = await self._grade(context.gateway, task, solution.text)
         sequences = [_solution(first, solution, first_reward.value, first_reward.unparsed, attempt=0)]
@@ -83,7 +94,9 @@ class ActorVerifier:
         if review is None:
             return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
         check, words = review
-        verdict = read_verdict(words.text)
+        verdict = (
+            read_verdict(words.text) if words.ended else Verdict.UNPARSED
+        )  # a review cut short ends with no verdict
         agrees = verdict is not Verdict.UNPARSED and (verdict is Verdict.APPROVE) == (first_reward.value > 0)
         sequences.append(
             check.sequence(
@@ -108,9 +121,16 @@ class ActorVerifier:
     async def _verify(
         self, problem: str, solution: Turn, verifier: PolicyClient, context: WorkflowContext
     ) -> tuple[Conversation, Turn] | None:
-        prompt = fill(self._settings.verify_prompt, problem=problem, solution=solution.text)
+        # What one policy wrote must not end or begin a turn of the other.
+        said = verifier.chat.as_text(solution.text)
+        prompt = fill(self._settings.verify_prompt, problem=problem, solution=said)
         try:
-            check = Conversation(verifier, [{"role": "user", "content": prompt}], context.sampling)
+            check = Conversation(
+                verifier,
+                [{"role": "user", "content": prompt}],
+                context.sampling,
+                thinking=self._settings.verifier_thinking,
+            )
         except PromptTooLongError:
             return None
         return check, await check.generate()
@@ -121,10 +141,14 @@ class ActorVerifier:
         settings = self._settings
         if settings.max_review_chars is not None:
             review = review[-settings.max_review_chars :]
-        prompt = fill(settings.retry_prompt, problem=problem, review=review)
+        solver = context.policy(settings.policy or "model0")
+        prompt = fill(settings.retry_prompt, problem=problem, review=solver.chat.as_text(review))
         try:
             second = Conversation(
-                context.policy(settings.policy or "model0"), with_last_text(messages, prompt), context.sampling
+                solver,
+                with_last_text(messages, prompt),
+                context.sampling,
+                thinking=settings.thinking,
             )
         except PromptTooLongError:
             return None

@@ -43,6 +43,9 @@ class AgentEnv:
     def __init__(self, settings: AgentEnvSettings) -> None:
         self._settings = settings
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         episode = await context.gateway.create_episode(self._settings.environment, task, context.seed)
         try:
@@ -94,6 +97,7 @@ class AgentEnv:
             context.sampling,
             max_prompt_tokens=settings.max_prompt_tokens,
             max_response_tokens=settings.max_response_tokens,
+            thinking=settings.thinking,
         )
 
     def _max_turns(self, purpose: Purpose) -> int:

@@ -92,6 +92,41 @@ class Reward:
     detail: str = ""
 
 
+class CaseVerdict(enum.StrEnum):
+    """What came of a program on one case. Machinery that failed is no verdict but an ``InfrastructureError``."""
+
+    OK = "ok"
+    WRONG_ANSWER = "wrong_answer"
+    RUNTIME_ERROR = "runtime_error"
+    COMPILE_ERROR = "compile_error"
+    TIME_LIMIT = "time_limit"
+    MEMORY_LIMIT = "memory_limit"
+    OUTPUT_LIMIT = "output_limit"
+    INVALID_REQUEST = "invalid_request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeCase:
+    """One case: text in and out of a program, or positional arguments (a list) and returned value of a function."""
+
+    given: Any
+    expected: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOutcome:
+    """How one case went. Outputs are cut to what a person would read."""
+
+    verdict: CaseVerdict
+    detail: str = ""
+    stdout: str = ""
+    stderr: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict is CaseVerdict.OK
+
+
 class Gateway(Protocol):
     """The environment gateway. Every call raises ``InfrastructureError`` when the machinery failed."""
 
@@ -108,6 +143,13 @@ class Gateway(Protocol):
     async def close(self, episode_id: str) -> None: ...
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward: ...
+
+    async def judge(
+        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
+    ) -> tuple[CaseOutcome, ...]:
+        """One outcome per case, in order. ``entry_point``: "function" or "Class().method"; empty for a program that
+        reads stdin and prints."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +185,11 @@ class Outcome:
 
 
 class Workflow(Protocol):
-    """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once."""
+    """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once.
+
+    A workflow that asks for policies by name says which, so that a recipe without them is refused before it starts:
+    ``def policies(self) -> tuple[str, ...]``.
+    """
 
     Settings: ClassVar[type[Section]]
 

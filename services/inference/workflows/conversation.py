@@ -28,7 +28,8 @@ class Turn:
 
 
 class Conversation:
-    """``max_response_tokens`` bounds everything after the prompt, what the environment says included."""
+    """``max_response_tokens`` bounds everything after the prompt, what the environment says included. ``thinking`` turns
+    the chat template's thinking on or off, where it has that; None leaves its default."""
 
     def __init__(
         self,
@@ -39,10 +40,12 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
+        thinking: bool | None = None,
     ) -> None:
         self._policy = policy
+        self._chat = policy.chat.with_thinking(thinking)
         self._sampling = sampling
-        prompt = policy.chat.prompt_ids(messages, tools)
+        prompt = self._chat.prompt_ids(messages, tools)
         longest = policy.context_length - 1  # at least one token must be new
         if max_prompt_tokens is not None:
             longest = min(longest, max_prompt_tokens)
@@ -72,11 +75,11 @@ class Conversation:
         self.num_turns += 1
         self.num_sampled += len(sampled)
         ended = generation.finish_reason is FinishReason.STOP
-        return Turn(text=self._policy.chat.decode(sampled), num_tokens=len(sampled), ended=ended)
+        return Turn(text=self._chat.decode(sampled), num_tokens=len(sampled), ended=ended)
 
     def add(self, *messages: Message) -> bool:
         """Append what the environment answers; False, and nothing appended, when no token could follow it."""
-        ids = self._policy.chat.continuation_ids(messages, last_sampled=self._ids[-1])
+        ids = self._chat.continuation_ids(messages, last_sampled=self._ids[-1])
         if len(self._ids) + len(ids) >= self._limit:
             return False
         self._ids += ids

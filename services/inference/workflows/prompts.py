@@ -26,13 +26,22 @@ class PromptSettings(Section):
     """System turn before a prompt that has none."""
     instruction: str = ""
     """Text after the last user turn, such as " Reason step by step and put the answer into \\boxed{}."."""
+    thinking: bool | None = None
+    """Turn the thinking of the chat template on or off, where it has that (Qwen3); left out, its default."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is a failed rollout (PROMPT_TOO_LONG); left out, the context is the bound."""
 
+    def named_policies(self) -> tuple[str, ...]:
+        """The policy that the settings name, if they do."""
+        return () if self.policy is None else (self.policy,)
+
 
 def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
-    """The messages of a task, with the system turn and the instruction of the settings."""
-    messages = _messages_of(settings.prompt_field, task)
+    """The messages of a task, with the system turn and the instruction of the settings.
+
+    A row's ``starter_code`` is shown after the last user turn, unless it is there already.
+    """
+    messages = _with_starter_code(_messages_of(settings.prompt_field, task), task)
     has_system = messages[0].get("role") == "system"
     system = str(messages[0]["content"]) if has_system else (settings.system or "")
     if system_suffix:
@@ -45,6 +54,14 @@ def build_messages(settings: PromptSettings, task: Task, system_suffix: str = ""
         last = {**messages[-1], "content": messages[-1]["content"] + settings.instruction}
         messages = [*messages[:-1], last]
     return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _with_starter_code(messages: list[Message], task: Task) -> list[Message]:
+    code = task.data.get("starter_code")
+    text = messages[-1].get("content")
+    if not isinstance(code, str) or not code.strip() or not isinstance(text, str) or code.strip() in text:
+        return messages
+    return with_last_text(messages, f"{text}\n\nStarter code:\n\n```python\n{code.strip(chr(10))}\n```")
 
 
 def with_last_text(messages: list[Message], text: str) -> list[Message]:

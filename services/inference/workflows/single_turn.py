@@ -7,6 +7,7 @@ from typing import ClassVar
 from services.common.types import StopReason, Task
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
+from services.inference.workflows.program_prompts import asking_for_program
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.rewards import build_grader
 
@@ -14,6 +15,9 @@ from services.inference.workflows.rewards import build_grader
 class SingleTurnSettings(PromptSettings):
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
+    programs: bool = False
+    """Ask for a program, as `codegen_verifier` asks its coder: whether it reads stdin or is called, and by what name, is
+    taken from the row's tests."""
 
 
 class SingleTurn:
@@ -23,13 +27,19 @@ class SingleTurn:
         self._settings = settings
         self._grade = build_grader(settings.reward)
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         messages = build_messages(self._settings, task)
+        if self._settings.programs:
+            messages = asking_for_program(messages, task)
         conversation = Conversation(
             context.policy(self._settings.policy),
             messages,
             context.sampling,
             max_prompt_tokens=self._settings.max_prompt_tokens,
+            thinking=self._settings.thinking,
         )
         turn = await conversation.generate()
         reward = await self._grade(context.gateway, task, turn.text)

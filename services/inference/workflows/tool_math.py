@@ -50,6 +50,9 @@ class ToolMath:
         in_evaluation = settings.model_copy(update={"max_response_tokens": settings.evaluation_max_response_tokens})
         self._dialogues = {Purpose.TRAIN: ToolUse(settings), Purpose.EVALUATION: ToolUse(in_evaluation)}
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         played = await self._dialogues[context.purpose].play(task, context)
         reward = await self._grade(context.gateway, task, played.turns[-1].text)

@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from services.common.tool_calls import MalformedCall, cut_in_the_middle, find_call, parse_json_call
+from services.common.tool_calls import MalformedCall, cut_text, find_call, parse_json_call
+from services.common.tool_results import ToolStatistics, ToolStatus
+from services.common.tool_schema import problem_with
 from services.common.types import StopReason, Task
 from services.inference.workflows.base import Gateway, Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.rewards import build_grader
-from services.inference.workflows.tools import ToolResult, build_tools, check_arguments, execution_result
+from services.inference.workflows.tools import OpenTools, ToolResult, build_tools, execution_result, opened
 
 _STOP_REASONS = {
     "no_call": StopReason.STOP,
@@ -74,6 +75,9 @@ class ToolUse:
         self._tools = build_tools(settings.tools) if settings.format == "json" else {}
         self._schemas = [tool.schema for tool in self._tools.values()]
 
+    def policies(self) -> tuple[str, ...]:
+        return self._settings.named_policies()
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         played = await self.play(task, context)
         reward = await self._grade(context.gateway, task, played.turns[-1].text)
@@ -87,9 +91,10 @@ class ToolUse:
     async def play(self, task: Task, context: WorkflowContext) -> ToolDialogue:
         """Take turns until one calls no tool or a budget ends it; nothing is graded."""
         conversation = self._begin(task, context)
-        statistics = _ToolStatistics()
+        statistics = ToolStatistics()
         turns: list[Turn] = []
-        end = await self._play(conversation, context.gateway, statistics, turns)
+        async with opened(self._tools, task, context.seed, context.gateway) as tools:
+            end = await self._play(conversation, context.gateway, tools, statistics, turns)
         return ToolDialogue(
             conversation=conversation,
             turns=tuple(turns),
@@ -112,10 +117,16 @@ class ToolUse:
             tools=self._schemas if listed_by_template else None,
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
+            thinking=self._settings.thinking,
         )
 
     async def _play(
-        self, conversation: Conversation, gateway: Gateway, statistics: _ToolStatistics, turns: list[Turn]
+        self,
+        conversation: Conversation,
+        gateway: Gateway,
+        tools: OpenTools,
+        statistics: ToolStatistics,
+        turns: list[Turn],
     ) -> str:
         """Take turns, at least one; returns why the rollout ended."""
         while True:
@@ -129,13 +140,13 @@ class ToolUse:
             if conversation.num_turns >= self._settings.max_turns:
                 return "turn_limit"
             began = time.perf_counter()
-            result = await self._answer(call, gateway)
-            statistics.count(result, time.perf_counter() - began)
-            text = cut_in_the_middle(result.text, self._settings.max_tool_response_chars)
+            result = await self._answer(call, gateway, tools)
+            statistics.count(result.kind, time.perf_counter() - began)
+            text = cut_text(result.text, self._settings.max_tool_response_chars)
             if not conversation.add({"role": "tool", "content": text}):
                 return "tool_response"
 
-    async def _answer(self, content: str | MalformedCall, gateway: Gateway) -> ToolResult:
+    async def _answer(self, content: str | MalformedCall, gateway: Gateway, tools: OpenTools) -> ToolResult:
         if isinstance(content, MalformedCall):
             return _malformed(content)
         if self._settings.format == "code":
@@ -150,33 +161,11 @@ class ToolUse:
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools)
-            return ToolResult(text=f"Error: no tool {call.name!r}; there is {known}", kind="unknown_tool")
-        problem = check_arguments(tool, call.arguments)
+            return ToolResult(text=f"Error: no tool {call.name!r}; there is {known}", kind=ToolStatus.UNKNOWN_TOOL)
+        problem = problem_with(call.arguments, tool.schema["function"]["parameters"])
         if problem is not None:
-            return ToolResult(text=f"Error: {problem}", kind="invalid_arguments")
-        return await tool.call(call.arguments, gateway)
-
-
-class _ToolStatistics:
-    """Counts of one rollout; which calls failed is decided on structured status, never on words in the output."""
-
-    def __init__(self) -> None:
-        self._kinds: Counter[str] = Counter()
-        self._latency_s = 0.0
-
-    def count(self, result: ToolResult, latency_s: float) -> None:
-        self._kinds[result.kind] += 1
-        self._latency_s += latency_s
-
-    def metrics(self) -> dict[str, float]:
-        calls = self._kinds.total()
-        failures = {f"tool_errors_{kind}": float(n) for kind, n in self._kinds.items() if kind != "ok"}
-        return {
-            "tool_calls": float(calls),
-            "tool_errors": sum(failures.values()),
-            "tool_latency_s": self._latency_s,
-            **failures,
-        }
+            return ToolResult(text=f"Error: {problem}", kind=ToolStatus.INVALID_ARGUMENTS)
+        return await tools.call(call.name, call.arguments, gateway)
 
 
 def describe_tools(schemas: list[Mapping[str, Any]]) -> str:
@@ -190,4 +179,4 @@ def describe_tools(schemas: list[Mapping[str, Any]]) -> str:
 
 
 def _malformed(call: MalformedCall) -> ToolResult:
-    return ToolResult(text=f"Error: malformed tool call: {call.error}", kind="malformed")
+    return ToolResult(text=f"Error: malformed tool call: {call.error}", kind=ToolStatus.MALFORMED_CALL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from services.common.types import (
     Trajectory,
     WeightVersion,
 )
+from services.orchestrator.scores import DatasetScore, Estimate
 
 # Kinds of records; each is the name of its segment files.
 RUN = "runs"
@@ -69,6 +70,8 @@ class BatchEntry:
     group_size: int
     staleness: int
     num_tokens: int
+    reward: float | None = None  # what is trained on; None: as it is in the trajectory
+    replayed: bool = False  # an earlier batch had it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +89,13 @@ class BatchRecord:
 class EvaluationResult:
     name: str  # "start/greedy"
     versions: Mapping[str, int]
-    mean_reward: float  # failed tasks count as 0
+    newest_versions: Mapping[str, int]  # differ from `versions` when it was not pinned: the range that was played on
+    pinned: bool
+    mean_reward: float  # over datasets, each counted once; failed tasks count as 0
     num_trajectories: int
     num_failed: int
+    datasets: tuple[DatasetScore, ...] = ()
+    roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -199,7 +206,8 @@ def group_to_json(record: GroupRecord) -> Json:
         "top_k": order.sampling.top_k,
         "max_new_tokens": order.sampling.max_new_tokens,
         "min_new_tokens": order.sampling.min_new_tokens,
-        "required_versions": [{"policy": p, "number": n} for p, n in order.required_versions.items()],
+        "required_versions": _versions_to_json(order.required_versions),
+        "policies": list(order.policies),
         "seed": order.seed,
         "timeout_s": order.timeout_s,
         "position": record.position,
@@ -223,7 +231,8 @@ def group_from_json(record: Json) -> GroupRecord:
                 max_new_tokens=record["max_new_tokens"],
                 min_new_tokens=record["min_new_tokens"],
             ),
-            required_versions={v["policy"]: v["number"] for v in record["required_versions"]},
+            required_versions=_versions_from_json(record["required_versions"]),
+            policies=tuple(record["policies"]),
             seed=record["seed"],
             timeout_s=record["timeout_s"],
         ),
@@ -261,6 +270,8 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "group_size": e.group_size,
                 "staleness": e.staleness,
                 "num_tokens": e.num_tokens,
+                "reward": e.reward,
+                "replayed": e.replayed,
             }
             for e in batch.entries
         ],
@@ -299,18 +310,54 @@ def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float
 def evaluation_to_json(result: EvaluationResult) -> Json:
     return {
         "name": result.name,
-        "versions": [{"policy": p, "number": n} for p, n in result.versions.items()],
+        "versions": _versions_to_json(result.versions),
+        "newest_versions": _versions_to_json(result.newest_versions),
+        "pinned": result.pinned,
         "mean_reward": result.mean_reward,
         "num_trajectories": result.num_trajectories,
         "num_failed": result.num_failed,
+        "datasets": [
+            {
+                "name": found.name,
+                "num_items": found.num_items,
+                "samples_per_item": found.samples_per_item,
+                "mean_reward": asdict(found.mean_reward),
+                "pass_at": [{"k": k, **asdict(share)} for k, share in found.pass_at],
+                "failed": list(found.failed),
+            }
+            for found in result.datasets
+        ],
+        "roles": pairs(result.roles),
     }
 
 
 def evaluation_from_json(record: Json) -> EvaluationResult:
     return EvaluationResult(
         name=record["name"],
-        versions={v["policy"]: v["number"] for v in record["versions"]},
+        versions=_versions_from_json(record["versions"]),
+        newest_versions=_versions_from_json(record["newest_versions"]),
+        pinned=record["pinned"],
         mean_reward=record["mean_reward"],
         num_trajectories=record["num_trajectories"],
         num_failed=record["num_failed"],
+        datasets=tuple(
+            DatasetScore(
+                name=found["name"],
+                num_items=found["num_items"],
+                samples_per_item=found["samples_per_item"],
+                mean_reward=Estimate(**found["mean_reward"]),
+                pass_at=tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
+                failed=tuple(found["failed"]),
+            )
+            for found in record["datasets"]
+        ),
+        roles=from_pairs(record["roles"]),
     )
+
+
+def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:
+    return [{"policy": policy, "number": number} for policy, number in versions.items()]
+
+
+def _versions_from_json(found: list[Json]) -> dict[str, int]:
+    return {version["policy"]: version["number"] for version in found}

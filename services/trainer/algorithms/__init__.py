@@ -15,6 +15,7 @@ from services.trainer.algorithms.gspo import gspo
 from services.trainer.algorithms.m2po import m2po
 from services.trainer.algorithms.ppo_clip import ppo_clip
 from services.trainer.algorithms.reinforce import reinforce
+from services.trainer.algorithms.sapo import sapo
 from services.trainer.algorithms.tis import tis
 
 
@@ -36,6 +37,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "decoupled_ppo": Algorithm(decoupled_ppo, needs_proximal=True),
     "tis": Algorithm(tis, needs_proximal=True),
     "gspo": Algorithm(gspo),
+    "sapo": Algorithm(sapo),
     "cispo": Algorithm(cispo),
     "reinforce": Algorithm(reinforce),
 }

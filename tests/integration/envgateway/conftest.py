@@ -22,6 +22,7 @@ CONFIG = SandboxConfig(
     num_processes=8,
     output_bytes=20_000,
     file_bytes=1 << 20,
+    num_live=3,
     prewarm_scientific=False,
 )
 

@@ -11,7 +11,16 @@ from typing import Any
 import grpc
 
 from services.common.pb import environment_pb2 as env
-from services.common.pb import environment_pb2_grpc, pool_pb2, pool_pb2_grpc, run_pb2, run_pb2_grpc, weights_pb2
+from services.common.pb import (
+    environment_pb2_grpc,
+    judge_pb2,
+    judge_pb2_grpc,
+    pool_pb2,
+    pool_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    weights_pb2,
+)
 from services.common.rpc.interceptors import ErrorInterceptor
 from services.common.serde import duration_to_proto, order_to_proto
 from services.common.types import TaskGroupOrder
@@ -142,11 +151,13 @@ class FakeGatewayServer(
     environment_pb2_grpc.EnvironmentServiceServicer,
     environment_pb2_grpc.CodeExecutionServiceServicer,
     environment_pb2_grpc.RewardServiceServicer,
+    judge_pb2_grpc.JudgeServiceServicer,
 ):
     """Answers from a list, one entry a call: a response, or an exception to raise."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.time_left_s: list[float] = []  # of each reward that was asked for
         self.answers: list[Any] = []
         self.port = 0
         self._server: grpc.aio.Server | None = None
@@ -163,6 +174,7 @@ class FakeGatewayServer(
         environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, self._server)
         environment_pb2_grpc.add_CodeExecutionServiceServicer_to_server(self, self._server)
         environment_pb2_grpc.add_RewardServiceServicer_to_server(self, self._server)
+        judge_pb2_grpc.add_JudgeServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -184,8 +196,13 @@ class FakeGatewayServer(
         return answer
 
     async def ComputeReward(self, request: env.ComputeRewardRequest, context: Context) -> env.ComputeRewardResponse:
+        self.time_left_s.append(context.time_remaining() or 0.0)
         default = env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_CORRECT, reward=1.0)
         answer: env.ComputeRewardResponse = self._next(request, default)
+        return answer
+
+    async def Judge(self, request: judge_pb2.JudgeRequest, context: Context) -> judge_pb2.JudgeResponse:
+        answer: judge_pb2.JudgeResponse = self._next(request, judge_pb2.JudgeResponse(verdict=judge_pb2.VERDICT_OK))
         return answer
 
     async def CreateEpisode(self, request: env.CreateEpisodeRequest, context: Context) -> env.CreateEpisodeResponse:

@@ -9,11 +9,18 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from services.common.errors import CapacityError, ConfigError, EpisodeNotFoundError, InfrastructureError
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    InvalidRequestError,
+)
 from services.common.pb import environment_pb2 as env
+from services.common.pb import judge_pb2 as pb
 from services.inference.gateway_client import GatewayClient
 from services.inference.gauges import WaitShares
-from services.inference.workflows.base import ExecutionStatus
+from services.inference.workflows.base import CaseVerdict, ExecutionStatus, JudgeCase
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task
 
@@ -88,6 +95,16 @@ async def test_a_grader_that_failed_gave_no_reward(gateway: GatewayClient, gatew
         await gateway.compute_reward("math", make_task(), "x")
 
 
+async def test_judging_may_take_as_long_as_its_cases_and_other_rewards_may_not(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer
+) -> None:
+    """A program that runs into its limit on every case is wrong, and no infrastructure failure."""
+    for reward in ("code", "math"):
+        await gateway.compute_reward(reward, make_task(), "x")
+    code, math = gateway_server.time_left_s
+    assert code > 500 and 0 < math < 70
+
+
 async def test_an_episode_is_played(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
     episode = await gateway.create_episode("house", make_task(), seed=3)
     assert (episode.episode_id, episode.observation, episode.admissible_actions) == ("e1", "look", ("go",))
@@ -117,3 +134,72 @@ async def test_a_gateway_that_comes_late_is_waited_for(gateway_server: FakeGatew
 async def test_a_run_without_a_gateway_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match="envgateway"):
         await GatewayClient(WaitShares(1)).execute_code("x")
+
+
+CASES = [JudgeCase(given="1", expected="2"), JudgeCase(given="3", expected="4")]
+
+
+@pytest.mark.parametrize("verdict", list(CaseVerdict))
+async def test_every_case_has_its_verdict(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, verdict: CaseVerdict
+) -> None:
+    number = pb.Verdict.Value(f"VERDICT_{verdict.name}")
+    cases = [
+        pb.CaseResult(verdict=pb.VERDICT_OK),
+        pb.CaseResult(index=1, verdict=number, detail="d", stdout="o", stderr="e"),
+    ]
+    gateway_server.answer(pb.JudgeResponse(verdict=number, cases=cases, num_cases=2))
+    first, second = await gateway.judge("x", CASES, case_time_s=2.5)
+    assert first.passed and second.passed == (verdict is CaseVerdict.OK)
+    assert (second.verdict, second.detail, second.stdout, second.stderr) == (verdict, "d", "o", "e")
+    (request,) = gateway_server.requests
+    assert [(case.stdin, case.expected) for case in request.stdin_tests.cases] == [("1", "2"), ("3", "4")]
+    assert (request.code, request.limits.wall_time.ToTimedelta().total_seconds(), request.stop_early) == (
+        "x",
+        2.5,
+        False,
+    )
+
+
+async def test_a_function_is_judged_by_its_calls(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
+    gateway_server.answer(pb.JudgeResponse(verdict=pb.VERDICT_OK, cases=[pb.CaseResult(verdict=pb.VERDICT_OK)]))
+    await gateway.judge("x", [JudgeCase(given=[10**30, None], expected={"a": 1.5})], entry_point="Solution().f")
+    (request,) = gateway_server.requests
+    (case,) = request.call_tests.cases
+    assert request.call_tests.entry_point == "Solution().f"
+    assert (case.args_json, case.expected_json) == (f"[{10**30}, null]".encode(), b'{"a": 1.5}')
+
+
+async def test_a_program_that_is_refused_is_refused_on_every_case(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer
+) -> None:
+    gateway_server.answer(pb.JudgeResponse(verdict=pb.VERDICT_INVALID_REQUEST, detail="too long"))
+    outcomes = await gateway.judge("x", CASES)
+    assert [(o.verdict, o.detail) for o in outcomes] == [(CaseVerdict.INVALID_REQUEST, "too long")] * 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pb.JudgeResponse(verdict=pb.VERDICT_INFRA_ERROR, detail="no sandbox"),
+        pb.JudgeResponse(verdict=pb.VERDICT_CANCELLED),
+        pb.JudgeResponse(),
+        pb.JudgeResponse(verdict=pb.VERDICT_OK, cases=[pb.CaseResult(verdict=pb.VERDICT_OK)]),
+        pb.JudgeResponse(
+            verdict=pb.VERDICT_WRONG_ANSWER,
+            cases=[pb.CaseResult(verdict=pb.VERDICT_WRONG_ANSWER), pb.CaseResult(verdict=pb.VERDICT_INFRA_ERROR)],
+        ),
+    ],
+    ids=["infra", "cancelled", "unset", "a case is missing", "one case is infra"],
+)
+async def test_a_judge_that_failed_gave_no_verdict(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, answer: pb.JudgeResponse
+) -> None:
+    gateway_server.answer(answer)
+    with pytest.raises(InfrastructureError):
+        await gateway.judge("x", CASES)
+
+
+async def test_a_case_of_a_program_is_text(gateway: GatewayClient) -> None:
+    with pytest.raises(InvalidRequestError, match="case 2"):
+        await gateway.judge("x", [CASES[0], JudgeCase(given=[1], expected="1")])

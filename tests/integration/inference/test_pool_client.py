@@ -12,6 +12,7 @@ import pytest
 from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import channel
+from services.common.types import Purpose
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
 from services.inference.gauges import WaitShares
@@ -49,7 +50,9 @@ async def joined(
     async with channel(orchestrator.address) as connection:
         sender = TrajectorySender(pool_pb2_grpc.PoolServiceStub(connection), replica_id="a", incarnation="i1")
         player = RolloutPlayer(
-            workflow=SingleTurn(SingleTurnSettings(reward="tests.integration.inference.peers:one")),
+            workflows=dict.fromkeys(
+                Purpose, SingleTurn(SingleTurnSettings(reward="tests.integration.inference.peers:one"))
+            ),
             policies={"model0": policy},
             gateway=gateway,
             sink=sender,

@@ -138,7 +138,7 @@ async def test_a_further_replica_takes_the_first_sections_settings(orchestrator:
     [
         (
             {"workflow": {"name": "tool_usage"}},
-            "write one of actor_verifier, agent_env, single_turn, tool_math, tool_use",
+            "write one of actor_verifier, agent_env, codegen_verifier, single_turn, tool_math, tool_use",
         ),
         ({"workflow": {"name": "tool_use", "settings": {"max_turn": 1}}}, "did you mean 'max_turns'"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "loopback"),

@@ -40,7 +40,7 @@ def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
         "policies": {
             "model0": {"model": {"path": "none"}, "batch": {"size": 16, "max_staleness": 1, "minibatches": 2}}
         },
-        "data": {"train": {"path": str(data)}, "evaluation": {"path": str(evaluation)}},
+        "data": {"train": {"path": str(data)}, "evaluation": {"held_out": {"path": str(evaluation)}}},
         "rollout": {"group_size": 4},
         "orchestrator": {"port": port, "lease_s": 2.0, "min_free_bytes": 0},
         "inference": {"a": {"engine": "scripted", "port": 0}},

@@ -40,7 +40,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    **{name: Case(config=AlgorithmConfig(name=name)) for name in ("ppo_clip", "gspo", "reinforce")},  # type: ignore[arg-type]
+    **{name: Case(config=AlgorithmConfig(name=name)) for name in ("ppo_clip", "gspo", "sapo", "reinforce")},  # type: ignore[arg-type]
     "m2po": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2)),
     "m2po_mask": Case(config=AlgorithmConfig(name="m2po_mask", m2po_threshold=0.5)),
     "tis": Case(config=AlgorithmConfig(name="tis", importance_cap=2.0)),
@@ -53,6 +53,12 @@ CASES: dict[str, Case] = {
     "normalized": Case(config=AlgorithmConfig(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True)),
     "kl_and_entropy": Case(
         config=AlgorithmConfig(name="ppo_clip", kl_coefficient=0.3, entropy_coefficient=0.1), reference=True),
+    "kl_in_reward": Case(
+        config=AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_reward_coefficient=0.2, kl_coefficient=0.1),
+        reference=True),
+    "reinforce_plus_plus": Case(
+        config=AlgorithmConfig(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True,
+                               kl_reward_coefficient=0.2), reference=True),
     "untied_hot": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
     "idle_rank": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
     "float32": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), dtype=torch.float32),

@@ -55,7 +55,7 @@ def test_a_good_recipe_passes(recipe: Path) -> None:
         ("workflow.settings.rewrad=math", ("workflow.settings.rewrad", "unknown key", "'reward'")),
         ("workflow.settings.reward=recipes.quickstart.reward:nothing", ("nothing", "boxed_answer")),
         ("policies.model0.model.path=./nowhere", ("policies.model0.model.path", "config.json")),
-        ("run.steps=0", ("run.steps", "greater than or equal to 1")),
+        ("run.steps=-1", ("run.steps", "greater than or equal to 0")),
         ("policies.model0.batch.max_stalenes=1", ("max_stalenes", "did you mean 'max_staleness'")),
     ],
 )
@@ -92,8 +92,8 @@ def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
-    overrides = ["data.evaluation.path=null", "data.evaluation.generator=null", "data.evaluation.name=livecodebench-v5"]
+    overrides = ["data.evaluation.lcb.name=livecodebench-v5"]
     with pytest.raises(ConfigError) as caught:
         check_recipe(load_recipe(recipe, overrides, {}))
-    for wanted in ("data.evaluation.name", "lcb_v5/test.jsonl", "huggingface-cli download"):
+    for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "huggingface-cli download"):
         assert wanted in caught.value.message

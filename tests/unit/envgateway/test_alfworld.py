@@ -211,6 +211,14 @@ def test_a_task_names_its_game_by_index_or_by_path_below_the_data() -> None:
     data = Path("/data")
     assert game_of({"index": 0}, [GAME], data) == GAME
     assert game_of({"game": "x/game.tw-pddl"}, [GAME], data) == "x/game.tw-pddl"
-    for task in ({}, {"index": 1}, {"index": -1}, {"index": True}, {"index": "0"}, {"game": "../etc"}, {"game": "/etc"}):
+    for task in (
+        {},
+        {"index": 1},
+        {"index": -1},
+        {"index": True},
+        {"index": "0"},
+        {"game": "../etc"},
+        {"game": "/etc"},
+    ):
         with pytest.raises(InvalidRequestError):
             game_of(task, [GAME], data)

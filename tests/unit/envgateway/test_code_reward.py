@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequestError
+from services.common.programs import program_of
 from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, JudgeResult, Verdict
-from services.envgateway.rewards.code import CodeReward, program_of, read_tests
+from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
 
 STDIN = {"tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}}

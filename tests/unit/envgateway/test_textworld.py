@@ -53,7 +53,9 @@ async def test_a_reply_without_an_action_costs_a_turn_and_the_last_turn_ends_it(
 
 
 def test_the_games_text_is_shown_without_drawing_and_prompt() -> None:
-    feedback = "\n\n   ____  ____\n  |  \\$$/ >$|\n\nYou win by dancing.\n\n\n\n-= Hall =-\nA hall.\n\n\n>      -= Hall =-0/1"
+    feedback = (
+        "\n\n   ____  ____\n  |  \\$$/ >$|\n\nYou win by dancing.\n\n\n\n-= Hall =-\nA hall.\n\n\n>      -= Hall =-0/1"
+    )
     assert prompts.tidy(feedback) == "You win by dancing.\n\n-= Hall =-\nA hall."
     told = prompts.opening(feedback, "You win by dancing.", ["dance"])
     assert told.count("You win by dancing.") == 1 and told.endswith("A hall. AVAILABLE ACTIONS: dance\n")

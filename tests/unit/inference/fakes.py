@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,17 @@ from services.inference.engine.base import Generation, GenerationRequest
 from services.inference.engine.scripted import ScriptedEngine
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
-from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Reward, Step, WorkflowContext
+from services.inference.workflows.base import (
+    CaseOutcome,
+    CaseVerdict,
+    Episode,
+    Execution,
+    ExecutionStatus,
+    JudgeCase,
+    Reward,
+    Step,
+    WorkflowContext,
+)
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
@@ -41,6 +52,12 @@ TEMPLATE = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+
+# Qwen3's way to switch thinking off: the answer begins behind an empty thought.
+THINKING_TEMPLATE = (
+    TEMPLATE
+    + "{%- if add_generation_prompt and enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+)
 
 
 @functools.cache
@@ -74,6 +91,14 @@ def qwen_like_tokenizer() -> Any:
 @functools.cache
 def qwen_like_chat() -> Chat:
     return Chat(qwen_like_tokenizer())
+
+
+@functools.cache
+def thinking_chat() -> Chat:
+    """A chat whose template has a switch for thinking."""
+    tokenizer = copy.deepcopy(qwen_like_tokenizer())
+    tokenizer.chat_template = THINKING_TEMPLATE
+    return Chat(tokenizer)
 
 
 Script = Callable[[GenerationRequest], Sequence[int]]
@@ -116,6 +141,10 @@ async def served_policy(
     return ServedPolicy(name="model0", engine=engine, chat=chat, context_length=context_length)
 
 
+def passes_all(code: str, case: JudgeCase) -> CaseOutcome:
+    return CaseOutcome(verdict=CaseVerdict.OK)
+
+
 class FakeGateway:
     """Runs ``python`` as a table of programs; counts calls; fails as often as told."""
 
@@ -124,12 +153,15 @@ class FakeGateway:
         programs: Mapping[str, Execution] | None = None,
         reward: Callable[[Task, str], float] = lambda task, completion: 1.0,
         failures: Sequence[Exception] = (),
+        on_case: Callable[[str, JudgeCase], CaseOutcome] = passes_all,
     ) -> None:
         self.programs = programs or {}
         self.reward = reward
         self.failures = list(failures)
         self.executed: list[tuple[str, bytes, bool]] = []
         self.graded: list[tuple[str, str]] = []
+        self.on_case = on_case
+        self.judged: list[tuple[str, tuple[JudgeCase, ...], str]] = []  # program, cases, entry point
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
@@ -143,6 +175,13 @@ class FakeGateway:
         self._maybe_fail()
         self.graded.append((reward, completion))
         return Reward(value=self.reward(task, completion))
+
+    async def judge(
+        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
+    ) -> tuple[CaseOutcome, ...]:
+        self._maybe_fail()
+        self.judged.append((code, tuple(cases), entry_point))
+        return tuple(self.on_case(code, case) for case in cases)
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
         return Episode(episode_id="episode-1", observation=f"{environment} begins")

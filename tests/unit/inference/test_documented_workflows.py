@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config.services import WorkflowConfig
+from services.common.config.data import WorkflowConfig
 from services.common.types import StopReason
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow

@@ -16,7 +16,7 @@ from services.common.errors import (
     PromptTooLongError,
     WeightsStaleError,
 )
-from services.common.types import Task
+from services.common.types import Purpose, Task
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.policies import ServedPolicy
 from services.inference.rollout import RolloutPlayer
@@ -51,7 +51,7 @@ async def make_player(
     records, workflow = Records(), Told(SingleTurnSettings(), before)
     as_workflow: Workflow = workflow
     player = RolloutPlayer(
-        workflow=as_workflow,
+        workflows=dict.fromkeys(Purpose, as_workflow),
         policies={"model0": policy},
         gateway=FakeGateway(),
         sink=records,
@@ -254,7 +254,7 @@ async def test_an_outcome_without_a_number_is_a_failure() -> None:
             return Outcome(sequences=outcome.sequences, reward=float("nan"))
 
     player, records, _, _ = await make_player()
-    player._workflow = Broken(SingleTurnSettings())
+    player._workflows = dict.fromkeys(Purpose, Broken(SingleTurnSettings()))
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()
     assert [f.reason for f in records.failures] == ["ValueError"]

@@ -7,7 +7,7 @@ import pytest
 from services.common.tool_calls import (
     MalformedCall,
     ToolCall,
-    cut_in_the_middle,
+    cut_text,
     find_call,
     parse_json_call,
 )
@@ -60,9 +60,18 @@ def test_a_json_call_is_read_or_its_error_is_named(content: str, expected: ToolC
 @pytest.mark.parametrize("max_chars", [16, 17, 64, 255, 256])
 def test_a_long_response_keeps_begin_and_end(max_chars: int) -> None:
     text = "".join(chr(ord("a") + i % 26) for i in range(1000))
-    cut = cut_in_the_middle(text, max_chars)
+    cut = cut_text(text, max_chars)
     assert len(cut) == max_chars
     assert cut[0] == text[0]
     assert cut[-1] == text[-1]
     assert "...(cut)..." in cut
-    assert cut_in_the_middle(text[:max_chars], max_chars) == text[:max_chars]
+    assert cut_text(text[:max_chars], max_chars) == text[:max_chars]
+
+
+@pytest.mark.parametrize("max_chars", [16, 64])
+def test_a_long_response_may_keep_its_begin_or_its_end_only(max_chars: int) -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(1000))
+    at_end, at_start = cut_text(text, max_chars, "end"), cut_text(text, max_chars, "start")
+    assert len(at_end) == len(at_start) == max_chars
+    assert at_end == text[: max_chars - 13] + " ...(cut)... "
+    assert at_start == " ...(cut)... " + text[-(max_chars - 13) :]

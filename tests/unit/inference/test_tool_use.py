@@ -80,7 +80,7 @@ async def test_each_ending_is_recorded(
     ("program", "response", "kind"),
     [
         ("print(6*7)", "42", None),
-        ("boom", "so far\nNameError: boom", "runtime_error"),
+        ("boom", "so far\nNameError: boom", "program_error"),
         ("spin", "TimeoutError: stopped after 4.0 s", "time_limit"),
         ("eat", "MemoryError: the program used too much memory", "memory_limit"),
         ("silent", "(no output)", None),
@@ -104,12 +104,12 @@ async def test_a_long_response_is_cut_in_the_middle() -> None:
 @pytest.mark.parametrize(
     ("call", "told", "kind"),
     [
-        ("<tool_call>{nonsense}</tool_call>", "not valid JSON", "malformed"),
+        ("<tool_call>{nonsense}</tool_call>", "not valid JSON", "malformed_call"),
         (tool_json("1", name="browser"), "no tool 'browser'", "unknown_tool"),
         (tool_json("1", arguments={"code": "1"}), "'input' is missing", "invalid_arguments"),
         (tool_json("1", arguments={"code": 1, "input": ""}), "'code' must be a string", "invalid_arguments"),
         (tool_json("1", arguments={"code": "1", "input": "", "x": 1}), "unknown argument 'x'", "invalid_arguments"),
-        ("<tool_call>never closed", "opened and not closed", "malformed"),
+        ("<tool_call>never closed", "opened and not closed", "malformed_call"),
     ],
 )
 async def test_a_wrong_call_is_answered_with_its_error_and_not_run(call: str, told: str, kind: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.services import WorkflowConfig
+from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.types import StopReason, Task
 from services.inference.workflows.prompts import PromptSettings, build_messages
@@ -37,7 +37,7 @@ def test_every_built_in_workflow_is_built_from_its_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("tool_user", {}, "write one of actor_verifier, agent_env, single_turn, tool_math, tool_use"),
+        ("tool_user", {}, "write one of actor_verifier, agent_env, codegen_verifier, single_turn, tool_math, tool_use"),
         ("no.such.module:Workflow", {}, "no module"),
         ("services.inference.workflows.tools:PythonWithStandardIo", {}, "is no workflow"),
         ("tool_use", {"max_turn": 3}, r"workflow\.settings\.max_turn: unknown key; did you mean 'max_turns'"),
@@ -72,6 +72,20 @@ def test_a_row_becomes_messages(
 ) -> None:
     messages = build_messages(PromptSettings(**settings), Task(task_id="t", data=data))
     assert [(m["role"], m["content"]) for m in messages] == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"problem": "p", "starter_code": "def f(a):\n"}, "p\n\nStarter code:\n\n```python\ndef f(a):\n``` Go."),
+        ({"problem": "p, in def f(a): please", "starter_code": "def f(a):"}, "p, in def f(a): please Go."),
+        ({"problem": "p", "starter_code": " "}, "p Go."),
+        ({"problem": "p", "starter_code": None}, "p Go."),
+    ],
+)
+def test_starter_code_is_shown_once(data: dict[str, Any], text: str) -> None:
+    (message,) = build_messages(PromptSettings(instruction=" Go."), Task(task_id="t", data=data))
+    assert message["content"] == text
 
 
 @pytest.mark.parametrize("data", [{}, {"answer": "4"}, {"question": 5}, {"messages": []}, {"messages": ["hi"]}])

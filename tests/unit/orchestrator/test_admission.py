@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.common.config.policy import BatchConfig
 from services.orchestrator.experience import Experience
 from services.orchestrator.groups import TaskGroup
-from tests.unit.orchestrator.builders import failure, group, trajectory
+from tests.unit.orchestrator.builders import failure, group, sequence, trajectory
 
 
 class _Simulation:
@@ -34,8 +34,8 @@ class _Simulation:
 
     def issue(self) -> None:
         account = self.experience.admission.accounts["model0"]
-        while self.experience.admission.open():
-            assert account.accepted + self.experience.admission.expected("model0") < account.quota
+        while self.experience.admission.open(["model0"]):
+            assert account.accepted + account.expected < account.quota
             made = group(f"g{self.num_issued}", self.group_size)
             self.num_issued += 1
             self.experience.issued(made)
@@ -111,7 +111,7 @@ def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
     experience = Experience({"model0": config}, num_steps=2, counters=Counter())
     experience.advanced("model0", 0)
     issued = 0
-    while experience.admission.open():
+    while experience.admission.open(["model0"]):
         experience.issued(group(f"g{issued}"))
         issued += 1
     assert issued * 4 == 2 * 8
@@ -123,19 +123,53 @@ def test_a_replica_that_lags_behind_has_less_room() -> None:
     admission = experience.admission
     for lag, bound in ((0, 12), (1, 8), (2, 4)):
         admission.accounts["model0"].accepted = bound
-        assert not admission.open({"model0": lag})
+        assert not admission.open(["model0"], {"model0": lag})
         admission.accounts["model0"].accepted = bound - 1
-        assert admission.open({"model0": lag})
+        assert admission.open(["model0"], {"model0": lag})
     admission.accounts["model0"].accepted = 0
-    assert not admission.open({"model0": 3})
+    assert not admission.open(["model0"], {"model0": 3})
 
 
 def test_every_policy_must_have_room() -> None:
     config = BatchConfig(size=4, max_staleness=0)
     experience = Experience({"a": config, "b": config}, num_steps=9, counters=Counter())
-    assert experience.admission.open()
+    assert experience.admission.open(["a", "b"])
     experience.admission.accounts["b"].accepted = 4
-    assert not experience.admission.open()
+    assert not experience.admission.open(["a", "b"])
+    assert experience.admission.open(["a"]), "a group of one policy asks for its own room alone"
+
+
+def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_cannot_use() -> None:
+    config = BatchConfig(size=4, max_staleness=0, dynamic_sampling=False)
+    counters: Counter[str] = Counter()
+    experience = Experience({"a": config, "b": config}, num_steps=9, counters=counters, admit="any")
+    for number in range(2):
+        made = group(f"g{number}")
+        experience.issued(made)
+        for index in range(4):
+            outcome = trajectory(made.id, index, sequence(policy="a"), sequence(policy="b", version=number))
+            made.resolve(outcome)
+            experience.resolved(made, outcome)
+        if number == 0:
+            experience.take_batch("b", 1)
+            experience.advanced("b", 1)  # trained; "a" still holds its first batch
+            assert experience.admission.open(["a", "b"])
+    assert counters["sequences_surplus"] == 4
+    assert experience.admission.accounts["a"].accepted == 4
+    assert experience.admission.accounts["b"].accepted == 4
+
+
+def test_nobody_waits_for_the_room_of_a_policy_whose_trainer_is_gone() -> None:
+    config = BatchConfig(size=4, max_staleness=0)
+    experience = Experience({"a": config, "b": config}, num_steps=9, counters=Counter())
+    experience.admission.accounts["b"].accepted = 4
+    assert not experience.admission.open(["a", "b"])
+    experience.admission.absent.add("b")
+    assert experience.admission.open(["a", "b"])
+    assert experience.admission.is_surplus("b", 0)
+    assert not experience.admission.is_surplus("a", 0)
+    experience.admission.absent.add("a")
+    assert not experience.admission.open(["a", "b"]), "nobody would train it"
 
 
 def test_failed_slots_return_their_quota() -> None:
@@ -143,9 +177,9 @@ def test_failed_slots_return_their_quota() -> None:
     experience = Experience({"model0": config}, num_steps=9, counters=Counter())
     made = group()
     experience.issued(made)
-    assert not experience.admission.open()
+    assert not experience.admission.open(["model0"])
     for index in range(4):
         made.resolve(failure(index=index))
         experience.resolved(made, failure(index=index))
-    assert experience.admission.open()
+    assert experience.admission.open(["model0"])
     assert experience.admission.accounts["model0"].accepted == 0

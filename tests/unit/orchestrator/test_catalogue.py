@@ -91,3 +91,23 @@ def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root:
     assert isinstance(source, NormalisedSource)
     assert (len(source), source.num_left_out) == (rows, left_out)
     assert source[0].data["problem"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "number"),
+    [
+        ("alfworld-train", 0, 4102, 4103),
+        ("alfworld-valid", 4649, 4698, 50),
+        ("webshop-train", 200, 12_086, 11_887),
+        ("webshop-valid", 0, 198, 199),
+    ],
+)
+def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last: int, number: int) -> None:
+    source = open_source(DatasetConfig(name=name), seed=0)
+    assert (len(source), dict(source[0].data), dict(source[number - 1].data)) == (
+        number,
+        {"index": first},
+        {"index": last},
+    )
+    assert source[0].task_id == str(first)
+    assert len(open_source(DatasetConfig(name=name, limit=3), seed=0)) == 3

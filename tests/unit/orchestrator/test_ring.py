@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from services.common.config.loading import validate
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
@@ -18,151 +14,15 @@ from services.common.errors import (
     LeaseLostError,
     VersionConflictError,
 )
-from services.common.types import TaskGroupOrder, WeightVersion
-from services.orchestrator import lifecycle
+from services.common.types import WeightVersion
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup
-from services.orchestrator.datasets import ListSource
-from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.segments import segment_path
-from services.orchestrator.journal.writer import Journal, JournalReader
-from services.orchestrator.pool import Held, Hello, Replica
-from services.orchestrator.recovery import recover
-from services.orchestrator.ring import Ring
+from services.orchestrator.pool import Held, Hello
 from services.orchestrator.run_control import RunState
 from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class World:
-    """A ring that can be thrown away and recovered, as after kill -9."""
-
-    def __init__(self, run_dir: Path, curation: str = "accept_all", **batch: Any) -> None:
-        self.run_dir = run_dir
-        self.curation = curation
-        self.clock = Clock()
-        self.steps = 3
-        self.batch = {"size": 8, "max_staleness": 1, **batch}
-        self.samples_per_task = 1
-        self.open()
-
-    def open(self) -> None:
-        tree = {
-            "name": "unit",
-            "run": {"id": "unit", "steps": self.steps},
-            "policies": {"model0": {"model": {"path": "none"}, "batch": self.batch}},
-            "data": {"train": {"path": "unused"}, "evaluation": {"path": "unused"}, "curation": self.curation},
-            "rollout": {"group_size": 4, "timeout_s": 10.0},
-            "orchestrator": {"min_free_bytes": 5_000_000},
-            "evaluation": {"samples_per_task": self.samples_per_task},
-        }
-        self.journal = Journal(self.run_dir / "journal")
-        self.ring = Ring(
-            validate(tree, source="test"),
-            self.run_dir,
-            self.journal,
-            training_source=ListSource([{"n": i} for i in range(10)], None, "train"),
-            evaluation_source=ListSource([{"n": i} for i in range(3)], None, "evaluation"),
-            run_mark="abc",
-            started_at=0.0,
-            clock=self.clock,
-        )
-        reader = JournalReader(self.run_dir / "journal")
-        recover(self.ring, reader)
-        reader.close()
-        self.journal.start()
-
-    async def crash(self) -> None:
-        """Everything in memory is gone; the journal's thread ends after what it has."""
-        await self.journal.close()
-        self.ring.metrics.close()
-        self.open()
-
-    async def close(self) -> None:
-        await self.journal.close()
-        self.ring.metrics.close()
-
-    # --- peers ---
-
-    def join(
-        self,
-        name: str = "a",
-        number: int = 0,
-        slots: int = 64,
-        incarnation: str = "1",
-        running: Any = (),
-        weights_address: str = "",
-    ) -> Replica:
-        held = {"model0": Held(number, f"d{number}")}
-        return self.ring.join_replica(
-            Hello(
-                replica_id=name,
-                incarnation=incarnation,
-                num_slots=slots,
-                held=held,
-                running=tuple(running),
-                weights_address=weights_address,
-            )
-        )
-
-    async def orders(self, replica: Replica) -> list[TaskGroupOrder]:
-        """Orders that have been sent and not been looked at."""
-        return [c.order for c in await self.commands(replica) if isinstance(c, PlayGroup)]
-
-    async def commands(self, replica: Replica) -> list[Any]:
-        await self.settle()
-        found = []
-        while replica.mailbox is not None and len(replica.mailbox):
-            found.append(await replica.mailbox.get())
-        return found
-
-    async def settle(self) -> None:
-        """Let everything that is queued become durable and be acted on."""
-        for _ in range(3):
-            await asyncio.sleep(0)
-            await self.journal.append("marks", "", dict)
-            await asyncio.sleep(0)
-
-    async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
-        answers: list[RecordOutcome] = []
-        for outcome in outcomes:
-            self.ring.ingest.submit(outcome, answers.append)
-        await self.settle()
-        return answers
-
-    async def play(self, order: TaskGroupOrder, version: int = 0) -> None:
-        await self.send(
-            *(trajectory(order.task_group_id, i, reward=float(i % 2), version=version) for i in order.indices)
-        )
-
-    async def publish(self, number: int, digest: str = "", incarnation: str = "t") -> int:
-        version = WeightVersion(policy="model0", number=number, digest=digest or f"d{number}", sources=("x:1",))
-        return await self.ring.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
-
-    def train(self) -> None:
-        self.ring.dispatcher.train = True
-        self.ring.dispatcher.schedule()
-
-
-@pytest.fixture
-async def worlds(tmp_path: Path) -> AsyncIterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**batch: Any) -> World:
-        made.append(World(tmp_path / str(len(made)), **batch))
-        return made[-1]
-
-    yield make
-    for world in made:
-        await world.close()
+from tests.unit.orchestrator.world import World, living
 
 
 async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(worlds: Callable[..., World]) -> None:
@@ -249,7 +109,7 @@ async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_u
         orders[2].task_group_id: (0, 1, 2, 3),
         orders[3].task_group_id: (0, 1, 2, 3),
     }
-    assert world.ring.experience.admission.running_slots == 11
+    assert world.ring.experience.admission.accounts["model0"].running_slots == 11
     assert world.ring.experience.buffers["model0"].num_sequences == 4
 
 
@@ -557,16 +417,6 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
 
 
 # --- evaluation and the run's life -----------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def living(world: World) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.ensure_future(lifecycle.live(world.ring))
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_evaluation_comes_before_training_and_its_denominator_never_shrinks(worlds: Callable[..., World]) -> None:

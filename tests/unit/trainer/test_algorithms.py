@@ -155,6 +155,32 @@ def test_gspo_has_one_ratio_per_sequence() -> None:
     assert loss.tolist() == pytest.approx([-math.exp(0.2), -math.exp(0.2), 0.7, 0.0])
 
 
+def test_sapo_golden() -> None:
+    batch = tokens([0.0, 0.5, -0.5, 0.5, -0.5], [1, 1, 1, -2, -2])
+    loss = ALGORITHMS["sapo"].loss(batch, AlgorithmConfig(name="sapo"))
+
+    def gate(log_ratio: float, tau: float) -> float:
+        return 4 / tau / (1 + math.exp(-tau * (math.exp(log_ratio) - 1)))
+
+    expected = [-2.0, -gate(0.5, 1.0), -gate(-0.5, 1.0), 2 * gate(0.5, 1.05), 2 * gate(-0.5, 1.05)]
+    assert loss.per_token.tolist() == pytest.approx(expected)
+    assert loss.per_token.tolist()[1:3] == pytest.approx([-2.62688, -1.61153], rel=1e-5)
+
+
+def test_sapo_fades_where_a_clip_would_end() -> None:
+    """At ratio 1 the plain policy gradient; away from it less and less, sooner for negative advantages."""
+    batch = tokens([0.0, 0.0, 1.0, 2.0, 1.0, 2.0, -4.0], [1, -1, 1, 1, -1, -1, 1])
+    loss = ALGORITHMS["sapo"].loss(batch, AlgorithmConfig(name="sapo", sapo_tau_negative=2.0))
+    loss.per_token.sum().backward()
+    assert batch.logprobs.grad is not None
+    at_one, against_at_one, positive, far_positive, negative, far_negative, low = batch.logprobs.grad.tolist()
+    assert (at_one, against_at_one) == (pytest.approx(-1.0), pytest.approx(1.0))
+    tau, ratio = 1.0, math.e
+    assert positive == pytest.approx(-ratio / math.cosh(tau * (ratio - 1) / 2) ** 2)
+    assert 0 < far_negative < negative < -positive and -positive > -far_positive > 0 > low
+    assert loss.counts["faded_tokens"].item() == 3, "all but those at 1 and the positive one at e"
+
+
 def test_cispo_and_reinforce_have_the_score_function_gradient() -> None:
     batch = tokens([0.5, 3.0], [2, -1])
     ALGORITHMS["cispo"].loss(batch, AlgorithmConfig(name="cispo", importance_cap=2.0)).per_token.sum().backward()

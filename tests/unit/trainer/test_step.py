@@ -11,6 +11,8 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import RankBatch, Segment, TrainingSequence
+from services.trainer.algorithms.advantages import sequence_advantages
+from services.trainer.metrics import Sums
 from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
@@ -183,6 +185,45 @@ def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
     other = train_step(config, reference=tiny_causal_lm(seed=1)).run(batch)
     assert itself.kl_reference == pytest.approx(0.0, abs=1e-6)
     assert other.kl_reference > 0.05
+
+
+def test_a_kl_in_the_reward_moves_the_policy_toward_the_reference_and_lowers_the_kl() -> None:
+    sequences = [dataclasses.replace(s, group_mean=s.sequence.reward) for s in on_policy(training_sequences(12))]
+    config = AlgorithmConfig(name="reinforce", kl_reward_coefficient=1.0, log_ratio_clamp=20.0)
+    step = train_step(config, reference=tiny_causal_lm(seed=1), optimizer=OptimizerConfig(lr=1e-3))
+    assert step.reference is not None
+    metrics = step.run(rank_batch(sequences))
+    assert metrics.kl_reference != 0.0 and metrics.grad_norm > 0.0, "equal rewards, and still something to learn"
+    itself = train_step(config, reference=tiny_causal_lm())
+    alone = itself.run(rank_batch(sequences))
+    assert alone.kl_reference == pytest.approx(0.0, abs=1e-5) and alone.grad_norm < 1e-3
+
+
+def test_advantages_pay_the_kl_from_a_token_to_the_end_of_its_sequence() -> None:
+    """Against a plain loop over sequences; normalised, the whole batch has mean 0 and deviation 1."""
+    sequences, plain_reference = training_sequences(6, minibatches=2), tiny_causal_lm(seed=1)
+    for normalized in (False, True):
+        config = AlgorithmConfig(kl_reward_coefficient=0.3, batch_normalize_advantages=normalized)
+        step = train_step(config, reference=tiny_causal_lm(seed=1), max_tokens=20)
+        packed = step._pack(rank_batch(sequences), Sums(torch.device("cpu")))
+        found = torch.cat([m.advantages for minibatch in packed for m in minibatch])
+        expected = []
+        plain = sequence_advantages(sequences, config).tolist()
+        for item, advantage in zip(sequences, plain, strict=True):
+            ids = torch.as_tensor(item.sequence.token_ids, dtype=torch.int64)
+            with torch.no_grad():
+                log_p = plain_reference(input_ids=ids[None]).logits[0].log_softmax(-1)
+            ref = [0.0, *log_p[:-1].gather(1, ids[1:, None])[:, 0].tolist()]
+            gaps, start = [], 0
+            for segment in item.sequence.segments:
+                if segment.is_policy:
+                    gaps += [b - r for b, r in zip(segment.logprobs.tolist(), ref[start:], strict=False)]
+                start += segment.num_tokens
+            expected += [advantage - 0.3 * sum(gaps[i:]) for i in range(len(gaps))]
+        if normalized:
+            mean, std = np.mean(expected), np.std(expected)
+            expected = [(e - mean) / (std + 1e-5) for e in expected]
+        assert sorted(found.tolist()) == pytest.approx(sorted(expected), rel=1e-4, abs=1e-5)
 
 
 def test_the_reference_stays_as_it_was() -> None:

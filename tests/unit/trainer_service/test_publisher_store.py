@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -393,6 +394,9 @@ async def test_a_store_that_closes_ends_what_is_being_made_and_removes_its_files
     with ThreadPoolExecutor(2) as threads:
         asking = threads.submit(history.payload, 2, 1)
         closing = threads.submit(history.store.close)
+        begun_at = time.monotonic()
+        while not history.store._maker._stopped and time.monotonic() - begun_at < WAIT_S:
+            await asyncio.sleep(0.001)  # else the delta may be done before the store is told to close
         go.set()
         closing.result(WAIT_S)
         with pytest.raises(InfrastructureError, match="stopping"):

@@ -40,14 +40,13 @@ def dialogues(seed: int, limit: int = 10_000) -> Iterator[dict[str, Any]]:
 
 def warm_recipe(seed: int = 3, **warm_start: Any) -> Recipe:
     section = {
-        "policy": POLICY,
         "builder": f"{HERE}.building:build",
         "dialogues": f"{HERE}.test_warm_start:dialogues",
         "steps": 12,
         "batch_size": 8,
         "learning_rate": 1e-2,
     } | warm_start
-    return recipe(None, run={"seed": seed}, warm_start=section)
+    return recipe(None, run={"seed": seed}, warm_start={POLICY: section})
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -57,7 +56,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tmp_path: Path) -> None:
     made = [
-        make_starting_checkpoint(warm_recipe(seed), tmp_path / name)
+        make_starting_checkpoint(warm_recipe(seed), POLICY, tmp_path / name)
         for name, seed in (("a", 3), ("again", 3), ("other", 4))
     ]
     first, again, other = ((path / "model.safetensors").read_bytes() for path in made)
@@ -77,30 +76,30 @@ def test_loss_is_on_the_assistants_tokens_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_it_is_made_once_and_left_alone(tmp_path: Path) -> None:
-    made = make_starting_checkpoint(warm_recipe(), tmp_path)
+    made = make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
     changed = (made / "model.safetensors").stat().st_mtime_ns
-    assert make_starting_checkpoint(warm_recipe(), tmp_path) == made
+    assert make_starting_checkpoint(warm_recipe(), POLICY, tmp_path) == made
     assert (made / "model.safetensors").stat().st_mtime_ns == changed
 
 
 def test_one_made_by_other_settings_is_refused(tmp_path: Path) -> None:
-    make_starting_checkpoint(warm_recipe(), tmp_path)
+    make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
     with pytest.raises(ConfigError, match="made by other warm_start settings"):
-        make_starting_checkpoint(warm_recipe(steps=13), tmp_path)
+        make_starting_checkpoint(warm_recipe(steps=13), POLICY, tmp_path)
 
 
 def test_a_half_made_one_is_made_again(tmp_path: Path) -> None:
-    made = make_starting_checkpoint(warm_recipe(), tmp_path)
+    made = make_starting_checkpoint(warm_recipe(), POLICY, tmp_path)
     expected = (made / "model.safetensors").read_bytes()
     shutil.move(made, made.with_name(f"{made.name}.partial"))
     (made.with_name(f"{made.name}.partial") / "model.safetensors").write_bytes(b"torn")
-    assert (make_starting_checkpoint(warm_recipe(), tmp_path) / "model.safetensors").read_bytes() == expected
+    assert (make_starting_checkpoint(warm_recipe(), POLICY, tmp_path) / "model.safetensors").read_bytes() == expected
 
 
 def test_dialogues_may_be_a_file_that_is_read_again_and_again(tmp_path: Path) -> None:
     path = tmp_path / "dialogues.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in dialogues(1, limit=10)))
-    make_starting_checkpoint(warm_recipe(dialogues=str(path)), tmp_path / "run")
+    make_starting_checkpoint(warm_recipe(dialogues=str(path)), POLICY, tmp_path / "run")
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
@@ -124,20 +123,20 @@ def test_bad_dialogues_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "dialogues.jsonl"
     path.write_text(text)
     with pytest.raises(DatasetError, match=words):
-        make_starting_checkpoint(warm_recipe(dialogues=str(path)), tmp_path / "run")
+        make_starting_checkpoint(warm_recipe(dialogues=str(path)), POLICY, tmp_path / "run")
     assert not (tmp_path / "run" / "warm_start" / POLICY).exists()
 
 
 def test_dialogues_that_run_dry_are_told(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="ran dry before update 3 of 12"):
-        make_starting_checkpoint(warm_recipe(dialogue_settings={"limit": 16}), tmp_path)
+        make_starting_checkpoint(warm_recipe(dialogue_settings={"limit": 16}), POLICY, tmp_path)
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file nowhere\.jsonl, and no import path"):
-        make_starting_checkpoint(warm_recipe(dialogues="nowhere.jsonl"), tmp_path)
+        make_starting_checkpoint(warm_recipe(dialogues="nowhere.jsonl"), POLICY, tmp_path)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelMismatchError, match="vocabulary does not match: the tokenizer has 40 tokens"):
-        make_starting_checkpoint(warm_recipe(builder_settings={"vocabulary": 40}), tmp_path)
+        make_starting_checkpoint(warm_recipe(builder_settings={"vocabulary": 40}), POLICY, tmp_path)

@@ -52,21 +52,25 @@ class GameMaker:
             if self._cache.stat().st_uid != os.getuid():
                 raise InfrastructureError(f"{self._cache} belongs to somebody else: set envgateway.textworld.cache")
             with tempfile.TemporaryDirectory(dir=self._cache, prefix="making-", ignore_cleanup_errors=True) as folder:
-                await self._run([*arguments, "--output", f"{folder}/{path.name}"])
+                await self._run([*arguments, "--output", f"{folder}/{path.name}"], folder)
                 made = Path(folder) / path.name
                 for suffix in (".json", ".z8"):  # the game last: who sees it finds the other
                     os.replace(made.with_suffix(suffix), path.with_suffix(suffix))
         log.info("textworld.made", game=path.name)
         return path
 
-    async def _run(self, arguments: list[str]) -> None:
+    async def _run(self, arguments: list[str], folder: str) -> None:
         script = Path(sysconfig.get_path("scripts")) / _SCRIPT
         if not script.is_file():
             raise InfrastructureError(f"{script} is missing: TextWorld is not installed as a package")
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(script), *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            env={
+                "PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
+                "HOME": folder,  # Inform leaves its documentation at home, or where it stands
+            },
+            cwd=folder,
             start_new_session=True,
         )  # fmt: skip
         try:

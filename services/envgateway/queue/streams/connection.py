@@ -38,8 +38,9 @@ def connect(uri: str, allow_plain: bool) -> Client:
             "ALLOW_PLAIN_REDIS=1)"
         )
     try:
-        return redis.asyncio.Redis.from_url(
+        pool = redis.asyncio.BlockingConnectionPool.from_url(  # one that waits: many jobs may speak at once
             uri,
+            timeout=_TIMEOUT_S,
             protocol=2,  # one shape of replies, whatever the server can
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
@@ -47,6 +48,7 @@ def connect(uri: str, allow_plain: bool) -> Client:
             max_connections=_MAX_CONNECTIONS,
             retry=Retry(NoBackoff(), 0),
         )
+        return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
         raise ConfigError(f"{_shown(uri)} is no URI of Redis: {error}") from None
 

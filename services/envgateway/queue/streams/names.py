@@ -11,6 +11,7 @@ PREFIX:withdrawn                             channel: jobs that nobody waits for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from services.envgateway.judge.records import Lane
 
@@ -48,3 +49,9 @@ class Names:
     @property
     def withdrawn(self) -> str:
         return f"{self.prefix}:withdrawn"
+
+
+def finish(pipe: Any, stream: str, *entries: bytes) -> None:
+    """Of a stream of jobs: these are leased to nobody any more, and gone."""
+    pipe.xack(stream, GROUP, *entries)
+    pipe.xdel(stream, *entries)

@@ -32,6 +32,9 @@ class StreamsQueue(FairQueue):
     def start(self) -> None:
         self._streams.start()
 
+    async def failed(self) -> None:
+        await self._streams.failed()
+
     async def close(self) -> None:
         await self._streams.close()
 

@@ -20,12 +20,13 @@ import structlog
 
 from services.common.aio import TaskOwner, backoff
 from services.common.errors import InvalidRequestError
-from services.envgateway.judge.records import Lane
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane
 from services.envgateway.queue.base import Job, JobResult, infrastructure_failure
 from services.envgateway.queue.codec import decode_result, encode_job
 from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client, heed_cancellation
 from services.envgateway.queue.streams.journal import Journal, Unanswered
-from services.envgateway.queue.streams.names import GATEWAY, JOB_ID, PAYLOAD, Names
+from services.envgateway.queue.streams.names import JOB_ID, PAYLOAD, Names, finish
+from services.envgateway.queue.streams.scripts import SEND, THERE
 
 log = structlog.get_logger()
 
@@ -35,12 +36,7 @@ _RECEIVE_AT_ONCE = 256
 _LOOK_PAUSE_S = 1.0
 _LOOKS_BETWEEN_INVENTORIES = 15  # when nothing is amiss
 _INVENTORY_AT_ONCE = 500
-# Which of these entries are there, without sending them back.
-_THERE = """
-local there = {}
-for i, id in ipairs(ARGV) do there[i] = #redis.call('XRANGE', KEYS[1], id, id) end
-return there
-"""
+_LANES = tuple(Lane)
 
 
 class StreamsRunner:
@@ -57,9 +53,10 @@ class StreamsRunner:
         self._alive_s = alive_s
         self._journal = Journal()
         self._withdrawn: list[Unanswered] = []
-        self._last_result = b"0-0"
+        self._received: list[bytes] = []  # results that are read and not yet deleted
         self._looks = 0
         self._suspicious = False  # Redis failed since the last inventory
+        self._present = False  # has this gateway said to Redis that it lives
         self._connected = True
         self._num_workers = 0
         self._num_slots = 0
@@ -73,6 +70,10 @@ class StreamsRunner:
             (self._look, "look after jobs"),
         ):
             self._tasks.start(self._for_ever(work), f"queue: {name}")
+
+    async def failed(self) -> None:
+        """Until one of the loops ends, which only a bug can do; raises what it raised."""
+        await self._tasks.failed()
 
     async def close(self) -> None:
         """Withdraw what is left and leave."""
@@ -98,9 +99,12 @@ class StreamsRunner:
             self._journal.something_to_send.set()
             raise
         try:
-            return decode_result(payload)
+            result = decode_result(payload)
         except InvalidRequestError as error:
             return infrastructure_failure(job, f"a worker's answer was not understood: {error.message}")
+        if isinstance(job, JudgeRequest) is not isinstance(result, JudgeResult):  # it did not understand the job
+            return infrastructure_failure(job, result.detail)
+        return result
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -140,17 +144,17 @@ class StreamsRunner:
             self._journal.something_to_send.set()  # somebody left while others were withdrawn
         if not jobs:
             return
+        # Workers drop jobs of the dead: whoever sends is alive, also in a Redis that has just lost all.
+        keys = [self._names.gateway(self._gateway), *map(self._names.jobs, _LANES)]
+        arguments: list[Any] = [self._gateway, self._alive_s]
+        for job in jobs:
+            arguments += (_LANES.index(job.lane) + 2, job.id, job.payload)
         try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                # Workers drop jobs of the dead: whoever sends is alive, also in a Redis that has just lost all.
-                pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s)
-                for job in jobs:
-                    fields = {JOB_ID: job.id, GATEWAY: self._gateway, PAYLOAD: job.payload}
-                    pipe.xadd(self._names.jobs(job.lane), fields)  # type: ignore[arg-type]
-                entries = (await pipe.execute())[1:]
+            was_there, *entries = await self._client.eval(SEND, len(keys), *keys, *arguments)
         except (*UNREACHABLE, asyncio.CancelledError):
             self._journal.send_again(jobs)
             raise
+        self._note_presence(bool(was_there))
         for job, entry in zip(jobs, entries, strict=True):
             job.entry = entry
         self.counts["sent"] += len(jobs)
@@ -162,7 +166,7 @@ class StreamsRunner:
             async with self._client.pipeline(transaction=False) as pipe:
                 for job in jobs:
                     if job.entry is not None:
-                        pipe.xdel(self._names.jobs(job.lane), job.entry)
+                        finish(pipe, self._names.jobs(job.lane), job.entry)
                     pipe.publish(self._names.withdrawn, job.id)
                 await pipe.execute()
         except (*UNREACHABLE, asyncio.CancelledError):
@@ -173,37 +177,42 @@ class StreamsRunner:
     # -- receive --------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
+        """From the beginning, always: what was read is deleted, and after a loss entries may count from an earlier clock."""
         stream = self._names.results(self._gateway)
-        reply: Any = await self._client.xread({stream: self._last_result}, count=_RECEIVE_AT_ONCE, block=BLOCK_MS)
-        if not reply:
-            return
-        [(_, entries)] = reply
-        for entry, fields in entries:
-            self._last_result = entry
-            if self._journal.answer(fields[JOB_ID].decode(), fields[PAYLOAD]):
+        async with self._client.pipeline(transaction=False) as pipe:
+            if self._received:
+                pipe.xdel(stream, *self._received)
+            pipe.xread({stream: "0-0"}, count=_RECEIVE_AT_ONCE, block=BLOCK_MS)
+            *_, reply = await pipe.execute()
+        entries = reply[0][1] if reply else []
+        self._received = [entry for entry, _ in entries]
+        for _, fields in entries:
+            if self._journal.answer(fields.get(JOB_ID, b"").decode(errors="replace"), fields.get(PAYLOAD, b"")):
                 self.counts["answered"] += 1
             else:
                 self.counts["answers_ignored"] += 1
-        await self._client.xdel(stream, *(entry for entry, _ in entries))
 
     # -- look after -----------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         async with self._client.pipeline(transaction=False) as pipe:
-            pipe.exists(self._names.gateway(self._gateway))
-            pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s)
+            pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s, get=True)
             pipe.smembers(self._names.workers)
-            was_there, _, workers = await pipe.execute()
-        if not was_there and self._looks:
-            log.warning("queue.redis_was_emptied", unanswered=len(self._journal))
-            self.counts["redis_losses"] += 1
-            self._last_result = b"0-0"  # another Redis may count its entries from an earlier clock
-            self._suspicious = True
+            was_there, workers = await pipe.execute()
+        self._note_presence(was_there is not None)
         await self._count_workers(sorted(workers))
         self._looks += 1
         if self._suspicious or self._looks % _LOOKS_BETWEEN_INVENTORIES == 0:
             self._suspicious = await self._take_inventory()
         await asyncio.sleep(_LOOK_PAUSE_S)
+
+    def _note_presence(self, was_there: bool) -> None:
+        """Whether Redis still had the mark of this gateway's life, which never expires while the gateway lives."""
+        if not was_there and self._present:
+            log.warning("queue.redis_was_emptied", unanswered=len(self._journal))
+            self.counts["redis_losses"] += 1
+            self._suspicious = True
+        self._present = True
 
     async def _take_inventory(self) -> bool:
         """Look for every sent job's entry; True when some were missing for the first time: look again soon."""
@@ -212,7 +221,7 @@ class StreamsRunner:
             jobs = [job for job in self._journal.sent() if job.lane is lane]
             for start in range(0, len(jobs), _INVENTORY_AT_ONCE):
                 some = [(job, job.entry) for job in jobs[start : start + _INVENTORY_AT_ONCE] if job.entry is not None]
-                there = await self._client.eval(_THERE, 1, self._names.jobs(lane), *(entry for _, entry in some))
+                there = await self._client.eval(THERE, 1, self._names.jobs(lane), *(entry for _, entry in some))
                 for (job, entry), found in zip(some, there, strict=True):
                     if job.entry != entry:
                         continue
@@ -228,11 +237,19 @@ class StreamsRunner:
         if gone:
             await self._client.srem(self._names.workers, *gone)
             log.warning("queue.workers_gone", workers=gone)
-        alive = [orjson.loads(words) for words in said if words is not None]
-        slots = sum(int(words["slots"]) for words in alive)
+        alive = [_slots(words) for words in said if words is not None]
+        slots = sum(alive)
         if (len(alive), slots) != (self._num_workers, self._num_slots):
             log.info("queue.workers", workers=len(alive), slots=slots)
         elif not alive and len(self._journal) and self._looks % _LOOKS_BETWEEN_INVENTORIES == 1:
             log.warning("queue.no_workers", waiting=len(self._journal))
         self._num_workers, self._num_slots = len(alive), slots
         self._on_slots(slots)
+
+
+def _slots(words: bytes | str) -> int:
+    """What a worker says of itself; 0 where another version says it otherwise."""
+    try:
+        return max(0, int(orjson.loads(words)["slots"]))
+    except (ValueError, TypeError, KeyError):
+        return 0

@@ -19,6 +19,7 @@ class Conversation:
         self.run = run
         self.ask_fd = ask_fd
         self.answer_fd = run.answer.fd
+        self.heard = bytearray()
         self._unsent = bytearray()
         self._writing = False
         self._listening = True
@@ -48,12 +49,19 @@ class Conversation:
             else:
                 self._epoll.unregister(self.ask_fd)
 
-    def hear(self) -> bytes:
-        """What has come from the harness since the last call."""
+    def hear(self) -> None:
+        """Add to ``heard`` what has come from the harness."""
         self.run.answer.drain()
         if self._listening and (not self.run.answer.open or self.run.answer.truncated):
             self._stop_listening()
-        return self.run.answer.take() if not self.run.answer.truncated else b""
+        if not self.run.answer.truncated:
+            self.heard += self.run.answer.take()
+
+    def take(self) -> bytes:
+        """What was heard and not taken yet."""
+        data = bytes(self.heard)
+        self.heard.clear()
+        return data
 
     def _stop_listening(self) -> None:
         self._listening = False

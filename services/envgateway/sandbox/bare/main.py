@@ -1,7 +1,7 @@
 """The supervisor's entry: find the strongest tier that really works here, say so, serve.
 
-``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then as many of companions;
-tiers 2 and 1), marks (as many), num_slots, packages, profiles, fork_server_runs. The first frame to the gateway is ``hello`` with the
+``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then as many of companions,
+then of live processes; tiers 2 and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs. The first frame to the gateway is ``hello`` with the
 tier, or ``refused`` with why each tier failed.
 """
 
@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from . import landlock, native, seccomp, wire
+from .places import COMPANION, LIVE, PROGRAM, Places
 from .run import Limits
 from .slots import Slot
 from .supervisor import Supervisor, become_supervisor
@@ -48,7 +49,7 @@ _PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_
 def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tuple[Supervisor, list[str]] | str:
     """A supervisor that has run the probe and what was refused in it; or why this tier does not work."""
     own_users = tier in ("2", "1")
-    num_all = 2 * settings["num_slots"]
+    num_all = 2 * settings["num_slots"] + settings["num_live"]
     uids = settings["uids"] if own_users else [os.getuid()] * num_all
     if own_users and not uids:
         return f"tier {tier} needs root"
@@ -63,9 +64,10 @@ def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tu
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
     zygote = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
               "runs": settings["fork_server_runs"]}  # fmt: skip
-    half = settings["num_slots"]
+    num = settings["num_slots"]
+    places = Places({PROGRAM: slots[:num], COMPANION: slots[num : 2 * num], LIVE: slots[2 * num :]})
     try:
-        supervisor = Supervisor(gateway, tier, slots[:half], slots[half:], zygote)
+        supervisor = Supervisor(gateway, tier, places, zygote)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
     except OSError as error:
         return f"tier {tier}: {error}"

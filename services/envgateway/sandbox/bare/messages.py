@@ -1,7 +1,7 @@
 """Messages between the supervisor and its fork servers, over a seqpacket socket with descriptors.
 
-supervisor → zygote   Start with descriptors (see ``FDS``), or Kill
-zygote → supervisor   Started with the child's pid, then Ended; exactly one of each per Start
+supervisor → zygote   Start with descriptors (see ``FDS``), Interrupt, or Kill
+zygote → supervisor   Started with the child's pid, then Ended, exactly one of each per Start; Interrupted per Interrupt
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-START, KILL = b"S", b"K"
-STARTED, ENDED = b"s", b"e"
+START, INTERRUPT, KILL = b"S", b"I", b"K"
+STARTED, INTERRUPTED, ENDED = b"s", b"i", b"e"
 
 # What a child does with its source.
-PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY = b"P", b"N", b"C", b"S", b"T", b"K", b"X"
+PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
 MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
-         "binary": BINARY}  # fmt: skip
+         "binary": BINARY, "cells": CELLS}  # fmt: skip
 
 # program text, stdin, stdout, stderr, note, ask, answer; at tier 2 also the slot's pid namespace
 SOURCE_FD, STDIN_FD, STDOUT_FD, STDERR_FD, NOTE_FD, ASK_FD, ANSWER_FD, NAMESPACE_FD = range(8)
@@ -48,5 +48,6 @@ START_STRUCT = struct.Struct("!cQciIdQIQIQIQ")
 ENDED_STRUCT = struct.Struct("!cQiidQ")  # kind, run, pid, wait status, cpu_s, peak resident bytes
 
 
-def kill(run: int) -> bytes:
-    return START_STRUCT.pack(*Start(KILL, run, PROGRAM, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))
+def order(kind: bytes, run: int) -> bytes:
+    """INTERRUPT or KILL for a run's process."""
+    return START_STRUCT.pack(*Start(kind, run, PROGRAM, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))

@@ -33,7 +33,8 @@ def compile_program(source: bytes, answer_fd: int) -> int:
     said_read, said_write = os.pipe()
     arguments = [COMPILER, *_FLAGS, _SOURCE, "-o", _OUTPUT]
     actions = [(os.POSIX_SPAWN_DUP2, said_write, 1), (os.POSIX_SPAWN_DUP2, said_write, 2)]
-    environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": os.getcwd()}
+    # "." and not the directory's name: a folder above it may be closed to the slot's user, as /tmp is on some machines.
+    environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": "."}
     compiler = os.posix_spawn(COMPILER, arguments, environment, file_actions=actions)
     os.close(said_write)
     with open(said_read, "rb") as said:

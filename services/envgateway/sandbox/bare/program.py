@@ -62,19 +62,19 @@ def guarded(function: Callable[[], None], note_fd: int) -> int:
     try:
         function()
     except SystemExit as exit_request:
-        return _exit_code(exit_request)
+        return exit_code(exit_request)
     except BaseException as error:  # noqa: BLE001 - whatever a stranger's program may raise
         report(error, note_fd)
         return 1
     return 0
 
 
-def compiled(source: bytes, note_fd: int, flags: int = 0) -> Any:
+def compiled(source: bytes, note_fd: int, flags: int = 0, filename: str = FILENAME) -> Any:
     """Code, or with ``ast.PyCF_ONLY_AST`` a tree; the note is told of a program that is none."""
     try:
         # as text, so that no encoding cookie reads it in another way than it was sent
         text = source.decode().removeprefix("\ufeff")
-        return compile(text, FILENAME, "exec", flags, dont_inherit=True)
+        return compile(text, filename, "exec", flags, dont_inherit=True)
     except BaseException:
         note(note_fd, NO_COMPILE_NOTE)
         raise
@@ -88,28 +88,36 @@ def note(note_fd: int, what: bytes) -> None:
 
 
 def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int) -> None:
-    if not echo:
+    if echo:
+        execute_echoing(source, main.__dict__, note_fd)
+    else:
         exec(compiled(source, note_fd), main.__dict__)
-        return
-    tree = compiled(source, note_fd, ast.PyCF_ONLY_AST)
+
+
+def execute_echoing(source: bytes, namespace: dict[str, Any], note_fd: int, filename: str = FILENAME) -> None:
+    """Execute, and print the value of a trailing expression, as a notebook does."""
+    tree = compiled(source, note_fd, ast.PyCF_ONLY_AST, filename)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
+    whole = compiled(
+        source, note_fd, filename=filename
+    )  # finds what only the compiler does: a return outside of a function
     if not isinstance(last, ast.Expr):
-        exec(compiled(source, note_fd), main.__dict__)
+        exec(whole, namespace)
         return
-    compiled(source, note_fd)  # what only the compiler finds, such as a return outside of a function
     tree.body.pop()
-    body = compile(tree, FILENAME, "exec", dont_inherit=True)
+    body = compile(tree, filename, "exec", dont_inherit=True)
     future_flags = body.co_flags & _FUTURE_FLAGS
-    exec(body, main.__dict__)
+    exec(body, namespace)
     tail = ast.Interactive(body=[last])
-    exec(compile(tail, FILENAME, "single", flags=future_flags, dont_inherit=True), main.__dict__)
+    exec(compile(tail, filename, "single", flags=future_flags, dont_inherit=True), namespace)
 
 
 _FUTURE_FLAGS = 0x1FE0000  # CO_FUTURE_*: a trailing expression obeys the program's own future imports
 
 
-def _exit_code(error: SystemExit) -> int:
+def exit_code(error: SystemExit) -> int:
+    """As the interpreter takes it; another object than a number is printed."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -118,8 +126,8 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def report(error: BaseException | None, note_fd: int) -> None:
-    """The traceback as the interpreter prints it, without frames that are not the program's."""
+def report(error: BaseException | None, note_fd: int, filename: str = FILENAME) -> None:
+    """The traceback as the interpreter prints it, without the frames above the program's first."""
     if error is None:
         return
     if isinstance(error, MemoryError):
@@ -127,8 +135,8 @@ def report(error: BaseException | None, note_fd: int) -> None:
     if isinstance(error, SyntaxError) and len(error.text or "") > _LONGEST_SHOWN_LINE:
         error.text = None
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != FILENAME:
-        trace = trace.tb_next  # leave out this module's frames
+    while trace is not None and trace.tb_frame.f_code.co_filename != filename:
+        trace = trace.tb_next
     try:
         traceback.print_exception(type(error), error, trace)
     except (OSError, ValueError, AttributeError):  # stderr is closed or replaced
@@ -157,7 +165,7 @@ print(f"{sum(i * 2 for i in range(3))}{[i for i in (1, 2)]}{math.gcd(4, 6)}"[:0]
 """
 
 
-def remember_source(source: bytes) -> None:
+def remember_source(source: bytes, filename: str = FILENAME) -> None:
     """So that tracebacks show the program's lines."""
     text = source.decode("utf-8", errors="replace")
-    linecache.cache[FILENAME] = (len(text), None, text.splitlines(keepends=True), FILENAME)
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)

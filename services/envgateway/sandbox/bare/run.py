@@ -12,10 +12,13 @@ from . import messages, procfs
 from .forkserver import Zygote
 from .quota import DiskQuota
 from .slots import Slot
+from .turn import Turn
 
 _FIRST_LOOK_S = 0.010
 _LOOK_EVERY_S = 0.010
 _LATER_LOOK_EVERY_S = 0.020
+_IDLE_LOOK_EVERY_S = 0.250  # of a process that nobody has asked anything
+_MOST_DISCARDED = 1 << 20  # in one look
 _START_TIMEOUT_S = 30.0  # a fork server that is still importing; the run's own time begins with its process
 _F_SETPIPE_SZ = 1031
 _LARGEST_PIPE = 1 << 20
@@ -35,6 +38,7 @@ class Limits:
     open_files: int
     disk_bytes: int
     num_files: int
+    turn_s: float = 0.0  # of one question to a process that lives on between them; 0 for all others
 
 
 class Output:
@@ -45,7 +49,7 @@ class Output:
         self.data = bytearray()
         self.truncated = False
         self.open = True
-        self._cap = cap
+        self._cap = self._whole_cap = cap
         if cap > 65536:
             try:
                 fcntl.fcntl(fd, _F_SETPIPE_SZ, min(cap, _LARGEST_PIPE))
@@ -66,12 +70,31 @@ class Output:
             self.data += chunk[:room]
             self.truncated = len(chunk) > room
 
+    def discard(self) -> None:
+        """Past the cap: read on without keeping it, so that the writer gets the chance to stop."""
+        left = _MOST_DISCARDED
+        while self.open and left > 0:
+            try:
+                chunk = os.read(self.fd, 1 << 18)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.close()
+            left -= len(chunk)
+
     def take(self) -> bytes:
         """What has come since the last call; the cap goes on counting it."""
         data = bytes(self.data)
         self.data.clear()
         self._cap -= len(data)
         return data
+
+    def renew(self) -> None:
+        """The whole cap is free again. What has come and was not taken stays, unless it was too much already."""
+        if self.truncated:
+            self.data.clear()
+        self._cap = self._whole_cap
+        self.truncated = False
 
     def close(self) -> None:
         if self.open:
@@ -105,6 +128,7 @@ class Run:
         self.adopted_before_s = 0.0  # what the slot's room had waited for before this run
         self.peak_memory_bytes = 0
         self._seen_ticks: dict[int, int] = {}
+        self.turn: Turn | None = None  # of a process that lives on, while it is asked something
         self._quota = None if slot.has_own_disk else DiskQuota(slot.work_dir, limits.disk_bytes, limits.num_files, now)
 
     def begin(self, pid: int, now: float) -> None:
@@ -112,6 +136,34 @@ class Run:
         self.pid = pid
         self.started = now
         self.next_look = now + min(_FIRST_LOOK_S, self.limits.wall_s)
+        if self.turn is not None:
+            self.turn.begin(now)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it lives on between questions, each with a time and an output of its own."""
+        return self.limits.turn_s > 0
+
+    def ask(self, now: float) -> None:
+        """A live process is asked something."""
+        self.turn = Turn(self.limits.turn_s, now)
+        self.next_look = now + _FIRST_LOOK_S
+        for stream in (self.stdout, self.stderr, self.answer):
+            stream.renew()
+
+    def end_turn(self) -> tuple[dict[str, Any], list[bytes]]:
+        """A live process has answered: what else came of it."""
+        for stream in (self.stdout, self.stderr):
+            stream.drain()
+            if stream.truncated:
+                stream.discard()
+        head = {"interrupted": self.turn.why if self.turn is not None else "", "truncated": self.is_flooded}
+        self.turn = None
+        return head, [self.stdout.take(), self.stderr.take()]
+
+    @property
+    def is_flooded(self) -> bool:
+        return self.stdout.truncated or self.stderr.truncated
 
     @property
     def deadline(self) -> float:
@@ -125,13 +177,18 @@ class Run:
     def look(self, now: float, strays: list[int]) -> str | None:
         """Read output and measure; a status when a limit is passed."""
         self.drain()
-        if self._printed_too_much():
-            return "OUTPUT_LIMIT"
+        if self.answer.truncated or (self.is_flooded and not self.is_live):
+            return self._printed_too_much()
+        if self.is_flooded:
+            self.stdout.discard()
+            self.stderr.discard()
+        if self.turn is not None and self.turn.is_beyond_grace(now):
+            self.detail = "it could not be interrupted"
+            return self.turn.why
         if now >= self.deadline:
             self.detail = "wall time" if self.pid is not None else "the fork server did not fork"
             return "TIME_LIMIT" if self.pid is not None else "INFRA_ERROR"
-        every = _LOOK_EVERY_S if now - self.started < 0.2 else _LATER_LOOK_EVERY_S
-        self.next_look = min(now + every, self.deadline)
+        self.next_look = self._after(now)
         self.read_note()
         if self.pid is None:
             return None
@@ -149,6 +206,14 @@ class Run:
             return "TIME_LIMIT"
         return self.look_at_disk(now, family)
 
+    def _after(self, now: float) -> float:
+        """The next look: soon at first, seldom at a live process that does nothing."""
+        if self.is_live and self.turn is None:
+            return min(now + _IDLE_LOOK_EVERY_S, self.deadline)
+        began = self.turn.asked if self.turn is not None else self.started
+        event = self.turn.next_event if self.turn is not None else self.deadline
+        return min(now + (_LOOK_EVERY_S if now - began < 0.2 else _LATER_LOOK_EVERY_S), max(event, now), self.deadline)
+
     def look_at_disk(self, now: float, family: list[int], last: bool = False) -> str | None:
         over = self._quota.exceeded(now, family, last) if self._quota is not None else ""
         if over:
@@ -163,10 +228,10 @@ class Run:
         self.peak_memory_bytes = max(self.peak_memory_bytes, resident_bytes)
         return resident_bytes > self.limits.memory_bytes
 
-    def _printed_too_much(self) -> bool:
+    def _printed_too_much(self) -> str | None:
         if self.answer.truncated:
             self.detail = "the answer is too large"
-        return self.stdout.truncated or self.stderr.truncated or self.answer.truncated
+        return "OUTPUT_LIMIT" if self.is_flooded or self.answer.truncated else None
 
     def read_note(self) -> None:
         """The child's own channel: ready or failed, then what is a verdict of its own."""
@@ -195,7 +260,7 @@ class Run:
             "status": status,
             "exit_code": exit_code,
             "signal": wait_signal,
-            "truncated": self.stdout.truncated or self.stderr.truncated,
+            "truncated": self.is_flooded,
             "wall_s": (self.ended or self.started) - self.started,
             "cpu_s": self.cpu_s,
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -207,7 +272,7 @@ class Run:
     def _status(self, wait_signal: int | None, exit_code: int | None) -> str:
         if self.stop_status is not None:
             return self.stop_status
-        if self._printed_too_much():
+        if self._printed_too_much() and not self.is_live:
             return "OUTPUT_LIMIT"
         if not self._note.startswith(messages.READY_NOTE):
             failed = self._note.startswith(messages.FAILED_NOTE)

@@ -10,7 +10,6 @@ Invariant: an answer is sent only when the run's slot has no process and an empt
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import select
 import signal
@@ -22,8 +21,9 @@ from . import messages, procfs, wire
 from .conversation import Conversation
 from .forkserver import ForkServers, Zygote
 from .messages import Start
+from .places import PROGRAM, Places
 from .run import Limits, Run
-from .slots import Slot
+from .sealed import sealed
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANING_LOOK_S = 0.002
@@ -31,20 +31,13 @@ _COUNT_USER_EVERY_S = 1.0
 
 
 class Supervisor:
-    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``).
+    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
 
-    ``slots`` are for programs, ``companions`` for the tests that call them; one of each per run of the gateway's.
-    """
-
-    def __init__(
-        self, gateway: socket.socket, tier: str, slots: list[Slot], companions: list[Slot], zygote: dict[str, Any]
-    ) -> None:
+    def __init__(self, gateway: socket.socket, tier: str, places: Places, zygote: dict[str, Any]) -> None:
         self._gateway = gateway
         self._tier = tier
-        self._slots = [*slots, *companions]
-        self._free = list(slots)
-        self._free_companions = list(companions)
-        self._companions = frozenset(slot.index for slot in companions)
+        self._places = places
+        self._slots = places.slots
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
         self._conversations: dict[int, Conversation] = {}
@@ -89,7 +82,7 @@ class Supervisor:
     def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """One run without a gateway: the start-up probe."""
         self._epoll.unregister(self._gateway)
-        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "companion": False},
+        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM},
                     limits, source, b"", b"")  # fmt: skip
         while not self._outgoing:
             self._turn()
@@ -138,12 +131,14 @@ class Supervisor:
             self._pass_on(self._conversations[run.id])
         if status is not None:
             self._stop(run, status)
+        elif run.turn is not None and run.pid is not None and run.turn.look(now, run.is_flooded):
+            run.zygote.send(messages.order(messages.INTERRUPT, run.id))
 
     def _stop(self, run: Run, status: str) -> None:
         if run.stop_status is None:
             run.stop_status = status
         # asked of the zygote, which alone knows that the pid is not yet somebody else's
-        run.zygote.send(messages.kill(run.id))
+        run.zygote.send(messages.order(messages.KILL, run.id))
         run.next_look = time.monotonic() + 0.05
 
     # -- the gateway's side -------------------------------------------------------------------------------------
@@ -159,7 +154,7 @@ class Supervisor:
             if head["kind"] == "run":
                 self._start(head, Limits(**head["limits"]), *blobs)
             elif head["kind"] == "say" and head["id"] in self._conversations:
-                self._conversations[head["id"]].say(blobs[0])
+                self._say(self._conversations[head["id"]], blobs[0])
             elif head["kind"] == "cancel" and head["id"] in self._runs:
                 self._stop(self._runs[head["id"]], "CANCELLED")
         return True
@@ -186,17 +181,30 @@ class Supervisor:
             elif fd == conversation.answer_fd:
                 self._pass_on(conversation)
 
-    def _pass_on(self, conversation: Conversation) -> None:
-        said = conversation.hear()
-        if said:
-            self._send({"kind": "said", "id": conversation.run.id}, [said])
+    def _say(self, conversation: Conversation, data: bytes) -> None:
+        if conversation.run.is_live:
+            conversation.run.ask(time.monotonic())
+        conversation.say(data)
+
+    def _pass_on(self, conversation: Conversation, last: bool = False) -> None:
+        run = conversation.run
+        conversation.hear()
+        held_back = run.turn is not None and run.turn.awaits_signal and not last
+        if not conversation.heard or held_back:
+            return
+        said = conversation.take()
+        if run.is_live:
+            told, output = run.end_turn()
+            self._send({"kind": "said", "id": run.id, **told}, [said, *output])
+        else:
+            self._send({"kind": "said", "id": run.id}, [said])
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
     def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
-        slot = (self._free_companions if head["companion"] else self._free).pop()
-        source_fd = _sealed(source)
-        stdin_fd = _sealed(stdin) if stdin else self._devnull
+        slot = self._places.take(head["place"])
+        source_fd = sealed(source)
+        stdin_fd = sealed(stdin) if stdin else self._devnull
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
@@ -209,7 +217,7 @@ class Supervisor:
             ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
             self._conversations[run.id] = Conversation(self._epoll, run, say_fd, payload)
         else:
-            ask_fd = _sealed(payload) if payload else self._devnull
+            ask_fd = sealed(payload) if payload else self._devnull
         message = messages.START_STRUCT.pack(
             *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
                    limits.memory_bytes, limits.processes + self._others_of_user(), limits.file_bytes,
@@ -253,6 +261,12 @@ class Supervisor:
         if kind == messages.STARTED:
             run.begin(pid, now)
             return
+        if kind == messages.INTERRUPTED:
+            if run.turn is not None:
+                run.turn.awaits_signal = False
+            if run.id in self._conversations:
+                self._pass_on(self._conversations[run.id])
+            return
         run.wait_status = wait_status
         if run.slot.lost_its_room() and run.stop_status is None:
             run.stop_status, run.detail = "INFRA_ERROR", "the slot's first process died"
@@ -267,7 +281,7 @@ class Supervisor:
         run.ended = now
         conversation = self._conversations.pop(run.id, None)
         if conversation is not None:
-            self._pass_on(conversation)
+            self._pass_on(conversation, last=True)
             conversation.close()
         if run.stop_status is None:
             run.stop_status = run.look_at_disk(now, [], last=True)
@@ -284,7 +298,7 @@ class Supervisor:
         del self._cleaning[run.id]
         run.close()
         run.slot.wipe()
-        (self._free_companions if run.slot.index in self._companions else self._free).append(run.slot)
+        self._places.give_back(run.slot)
         self._send(*run.result(self._tier))
 
     def _strangers(self) -> list[int]:
@@ -307,20 +321,6 @@ class Supervisor:
             for run in [*self._runs.values(), *self._cleaning.values()]:
                 if run.slot.own_user and run.slot.uid == state.si_uid:
                     run.strays_cpu_s += usage.ru_utime + usage.ru_stime
-
-
-def _sealed(data: bytes) -> int:
-    """A read-only file in memory, at its start: the reader may take it in any way, and nobody has to feed it."""
-    fd = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_ALL)
-    return fd
-
-
-_F_ADD_SEALS, _SEAL_ALL = 1033, 0xF  # seal, shrink, grow, write
 
 
 def become_supervisor() -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import calls, checker, messages, native, procfs, program
+from . import calls, cells, checker, messages, native, procfs, program
 from .confine import Confinement
 from .messages import ANSWER_FD, ASK_FD, NAMESPACE_FD, NOTE_FD, SOURCE_FD, Start
 
@@ -189,9 +189,11 @@ class Zygote:
         if not data:
             return False
         run = Start(*messages.START_STRUCT.unpack(data))
-        if run.kind == messages.KILL:
+        if run.kind in (messages.KILL, messages.INTERRUPT):
             for pid in [pid for pid, owner in self._runs.items() if owner == run.run]:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL if run.kind == messages.KILL else signal.SIGINT)
+            if run.kind == messages.INTERRUPT:
+                self._send(messages.INTERRUPTED, run.run, 0, 0, 0.0, 0)
             return True
         try:
             if isinstance(self._confinement, Exception):
@@ -267,6 +269,8 @@ class Zygote:
             payload = json.loads(_read_all(_ASK))
             os.close(_ASK)
             return calls.run_one(source, payload, _NOTE, _ANSWER)
+        if mode == messages.CELLS:
+            return cells.serve(_NOTE, _ASK, _ANSWER)
         if mode == messages.SESSION:
             return calls.serve(source, _NOTE, _ASK, _ANSWER)
         return checker.run(source, _NOTE, _ASK, _ANSWER)

@@ -15,9 +15,9 @@ from services.common.rpc.server import Server
 from services.common.rpc.status import translated_errors
 from services.envgateway.envs.base import Environment, EnvironmentContext, World
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import ToolBox
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.servicer import EnvironmentServicer
+from services.envgateway.tools.registry import ToolBox
 
 TIMEOUT_S = 30.0
 

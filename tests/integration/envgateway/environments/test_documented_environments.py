@@ -12,8 +12,8 @@ import yaml
 from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.envs.tools import ToolBox
 from services.envgateway.episodes import EpisodeManager
+from services.envgateway.tools.registry import ToolBox
 from tests.documented import blocks
 
 from .serving import Client, NoRewards, serving

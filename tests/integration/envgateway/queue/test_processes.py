@@ -111,6 +111,31 @@ async def test_nothing_is_lost_and_nothing_is_answered_twice_whoever_is_killed(
     assert (await world.gauges())["queue_unanswered"] == 0
 
 
+async def test_a_redis_that_comes_back_with_its_data_or_with_that_of_a_moment_ago_doubles_no_answer(
+    redis_server: RedisServer, world: World
+) -> None:
+    await asyncio.to_thread(redis_server.kill)
+    redis_server.keeps_data = True
+    await asyncio.to_thread(redis_server.start)
+    await world.start_gateway()
+    workers = [world.start_worker(), world.start_worker()]
+    client = BatchClient(world.port, num_requests=120, seconds=0.05)
+    async with asyncio.timeout(100):
+        batch = asyncio.create_task(client.run())
+        await _answers(client, 20)
+        await asyncio.to_thread(redis_server.kill)
+        await asyncio.to_thread(workers[0].kill)  # what it held is known to the data only
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(redis_server.start)
+        await _answers(client, 20)
+        await asyncio.to_thread(redis_server.kill)
+        await asyncio.to_thread(redis_server.start)
+        await batch
+    client.check()
+    assert client.broken_streams == 0 and client.retryable == 0
+    assert (await world.gauges())["queue_unanswered"] == 0
+
+
 async def test_a_worker_that_is_told_to_stop_ends_what_it_runs(world: World) -> None:
     await world.start_gateway()
     leaving = world.start_worker()

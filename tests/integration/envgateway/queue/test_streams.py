@@ -131,11 +131,11 @@ async def test_a_withdrawn_job_that_has_not_begun_never_begins(farm: Farm) -> No
 
 
 async def test_a_worker_that_stops_gives_back_what_it_cannot_end(farm: Farm) -> None:
-    leaving = farm.add_worker()
-    jobs = [asyncio.create_task(farm.execute(code)) for code in ("sleep 0.5", "sleep 4")]
+    leaving = farm.add_worker(drain_s=0.7)
+    jobs = [asyncio.create_task(farm.execute(code)) for code in ("sleep 0.5", "sleep 2")]
     await until(lambda: len(farm.programs.started) == 2, "both run")
     await farm.stop(leaving)
-    assert farm.programs.ended == ["sleep 0.5"] and farm.programs.killed == ["sleep 4"]
+    assert farm.programs.ended == ["sleep 0.5"] and farm.programs.killed == ["sleep 2"]
     farm.add_worker()
     assert [(await job).status for job in jobs] == [ExecutionStatus.OK] * 2
 
@@ -187,4 +187,5 @@ async def assert_streams_empty(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
     for lane in Lane:
         assert await client.xlen(f"millrace:jobs:{lane.value}") == 0
+        assert (await client.xpending(f"millrace:jobs:{lane.value}", "workers"))["pending"] == 0
     await client.aclose()

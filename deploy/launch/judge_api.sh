@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Serve Code Judge's HTTP interface; programs run at workers (judge_worker.sh): judge_api.sh [RECIPE]
+# All API processes share one port and one Redis. One that dies is started again; its clients send their batch again.
+# Variables: REDIS_URI (or REDIS_URL; required), CODE_JUDGE_PORT (8000), API_PROCESSES (16), MAX_EXECUTION_TIME (10 s; the
+#   workers' as well), ENVGATEWAY_PORT (50080: gRPC of the first process, the others take free ports),
+#   REDIS_KEY_PREFIX (millrace), ALLOW_PLAIN_REDIS (1: Redis on another machine without TLS), ALLOW_TIER_0 (1: no isolation).
+set -euo pipefail
+: "${REDIS_URI:=${REDIS_URL:?set REDIS_URI to the Redis of the judge, such as redis://127.0.0.1:6379}}"
+export REDIS_URI OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CODE_JUDGE_PORT="${CODE_JUDGE_PORT:-8000}"
+unset MAX_WORKERS # of the workers
+readonly QUICK_S=10 # who gives up sooner than this after its start has settings that cannot work
+
+declare -A port_of started
+serve() { # PORT
+  MILLRACE_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -m services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
+  port_of[$!]="$1" started[$!]="$SECONDS"
+}
+stop() {
+  trap '' TERM INT
+  [ "${#port_of[@]}" -eq 0 ] || kill -TERM "${!port_of[@]}" 2>/dev/null || true
+  wait
+  exit "$1"
+}
+recipe="${1:-}"
+trap 'stop 0' TERM INT
+serve "${ENVGATEWAY_PORT:-50080}"
+for ((n = 1; n < ${API_PROCESSES:-16}; n++)); do serve 0; done
+while true; do
+  code=0
+  wait -n -p ended "${!port_of[@]}" || code=$?
+  port="${port_of[$ended]}" lived_s=$((SECONDS - started[$ended]))
+  unset "port_of[$ended]" "started[$ended]"
+  if ((code < 128 && lived_s < QUICK_S)); then stop "$code"; fi # from 128 on it was killed
+  echo "an API process ended with $code; starting it again" >&2
+  serve "$port"
+done

@@ -1,0 +1,26 @@
+"""Which slots are free, by what they are for. Knows nothing of what runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from .slots import Slot
+
+# programs; the tests that call a program, beside it; processes that live on between calls
+PROGRAM, COMPANION, LIVE = "program", "companion", "live"
+
+
+class Places:
+    """Whoever takes a slot has made sure that one is free: the gateway counts them, too."""
+
+    def __init__(self, slots: Mapping[str, Iterable[Slot]]) -> None:
+        self._free = {place: list(owned) for place, owned in slots.items()}
+        self._place = {slot.index: place for place, owned in self._free.items() for slot in owned}
+        self.slots = sorted((slot for owned in self._free.values() for slot in owned), key=lambda slot: slot.index)
+
+    def take(self, place: str) -> Slot:
+        return self._free[place].pop()
+
+    def give_back(self, slot: Slot) -> None:
+        """It has no process and an empty work dir."""
+        self._free[self._place[slot.index]].append(slot)

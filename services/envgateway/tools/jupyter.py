@@ -1,0 +1,128 @@
+"""``jupyter_code``: a process per trajectory that keeps what its cells define.
+
+The process starts with the first call and ends with the trajectory. A cell that raises shows its traceback and leaves the
+process as it is; one that takes too long or prints too much is interrupted; what cannot be interrupted, or uses too much
+memory, is killed, and the next call says that it runs in a fresh process. All live processes of the gateway taken is
+``CapacityError``: the call did not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.config.envgateway import LiveConfig
+from services.common.errors import InfrastructureError
+from services.common.tool_results import ToolStatus, shown_output
+from services.envgateway.sandbox.jobs import why_unusable
+from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
+from services.envgateway.sandbox.records import ExecutionStatus
+from services.envgateway.tools.base import StateLostError, ToolResult
+from services.envgateway.tools.python import STATUS
+
+_WHY = {
+    ToolStatus.TIME_LIMIT: "its time was over",
+    ToolStatus.MEMORY_LIMIT: "it used too much memory",
+    ToolStatus.OUTPUT_LIMIT: "it printed too much",
+}
+
+
+class JupyterTool:
+    """The tool that all trajectories share; each opens a notebook of its own."""
+
+    name = "jupyter_code"
+    description = (
+        "Execute a cell of Python code and return what it prints. Variables, functions and imports stay for later calls. "
+        "The value of a trailing expression is printed as in a notebook."
+    )
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The Python code of the cell."}},
+        "required": ["code"],
+    }
+    timeout_s = None  # the sandbox holds the cell's
+
+    def __init__(self, slots: LiveSlots, config: LiveConfig, concurrency: int) -> None:
+        """``concurrency``: cells that run at once, over all trajectories."""
+        self.concurrency = concurrency
+        self._slots = slots
+        self._config = config
+
+    def open(self) -> Notebook:
+        return Notebook(self._slots, self._config)
+
+
+class Notebook:
+    """One trajectory's process, started when it is first needed and again after it has died of its own doing."""
+
+    def __init__(self, slots: LiveSlots, config: LiveConfig) -> None:
+        self._slots = slots
+        self._config = config
+        self._process: LiveProcess | None = None
+        self._has_state = False
+        self._lost = ""  # why what earlier cells defined is gone by their own doing, until it was told
+        self._broken = ""  # why it is gone through no fault of theirs: there is no going on
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one cell.
+
+        Raises:
+            CapacityError: all live processes are in use.
+            StateLostError: the machinery has lost what earlier cells defined.
+            InfrastructureError: it failed before there was anything to lose.
+        """
+        code = arguments["code"]
+        unusable = why_unusable(code)
+        if unusable:
+            return ToolResult(status=ToolStatus.INVALID_ARGUMENTS, text=f"Error: {unusable}")
+        await self._notice_an_end()
+        if self._broken:
+            raise StateLostError(self._broken)
+        if self._process is None:
+            self._process = await LiveProcess.start(self._slots, self._config, code)
+        result = await self._process.run(code)
+        status = self._status(result.status, result.detail)
+        lost, self._lost = self._lost, ""
+        self._has_state = result.alive
+        if not result.alive:
+            self._forget(_WHY.get(status, result.detail))
+        return ToolResult(status=status, text=_shown(result, status, lost))
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+
+    async def _notice_an_end(self) -> None:
+        """The process may have ended since the last call: a limit of its life, a thread that left."""
+        ended = self._process.ended if self._process is not None else None
+        if ended is not None:
+            await self.close()
+            status = self._status(ended.status, ended.detail)
+            self._forget(_WHY.get(status, ended.detail or "it ended between two calls"))
+
+    def _status(self, status: ExecutionStatus, detail: str) -> ToolStatus:
+        known = STATUS.get(status)
+        if known is not None:
+            return known
+        self._process = None
+        if self._has_state:
+            self._broken = f"the process of jupyter_code was lost: {detail or status.value}"
+            raise StateLostError(self._broken)
+        raise InfrastructureError(f"the sandbox failed: {detail or status.value}")
+
+    def _forget(self, why: str) -> None:
+        self._process = None
+        self._has_state = False
+        self._lost = why
+
+
+def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
+    stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))
+    if result.alive:
+        text = shown_output(status, stdout, stderr, wall_s=result.wall_s)
+    else:
+        told = "\n".join(part for part in (stderr.rstrip(), f"Error: {result.detail}") if part)
+        text = shown_output(status, stdout, told, wall_s=result.wall_s)
+        text += "\n(the process was ended; what earlier cells defined is gone)"
+    return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text

@@ -1,0 +1,85 @@
+"""Variables that users of Code Judge know, over a recipe's section where one is given; for gateways and workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.errors import ConfigError
+
+VARIABLES = """\
+variables (over what a recipe says):
+  REDIS_URI           where jobs wait, also REDIS_URL: redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///path
+  REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (millrace)
+  MAX_WORKERS         programs run at once (number of CPUs)
+  MAX_EXECUTION_TIME  seconds that one program may run, wall clock and CPU (10)
+  MAX_MEMORY          MiB that one program and its children may use (512)
+  ALLOW_PLAIN_REDIS   1: use a Redis on another machine without TLS
+  ALLOW_TIER_0        1: run programs without isolation where none works; trusted code only
+"""
+
+
+def with_variables(
+    config: EnvGatewayConfig | None, environment: Mapping[str, str] = os.environ
+) -> tuple[EnvGatewayConfig, str]:
+    """A recipe's section (None: Code Judge's defaults) under the variables; and the URI of Redis, empty for none.
+
+    The URI stays out of the config, so that a password in it is not saved with a run.
+
+    Raises:
+        ConfigError: a variable that is not a number.
+    """
+    tree = (config or EnvGatewayConfig()).model_dump()
+    sandbox, queue = tree["sandbox"], tree["queue"]
+    if config is None:
+        sandbox |= {"num_slots": os.cpu_count() or 1, "wall_time_s": 10.0, "cpu_time_s": 10.0}
+    if (slots := _number(environment, "MAX_WORKERS", int)) is not None:
+        sandbox["num_slots"] = slots
+    if (seconds := _number(environment, "MAX_EXECUTION_TIME", float)) is not None:
+        sandbox["wall_time_s"] = sandbox["cpu_time_s"] = seconds
+    if (mebibytes := _number(environment, "MAX_MEMORY", int)) is not None:
+        sandbox["memory_bytes"] = int(mebibytes) << 20
+    if _flag(environment, "ALLOW_TIER_0"):
+        sandbox["allow_tier_0"] = True
+    if _flag(environment, "ALLOW_PLAIN_REDIS"):
+        queue["allow_plain_redis"] = True
+    queue["redis_prefix"] = environment.get("REDIS_KEY_PREFIX") or queue["redis_prefix"]
+    redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
+    return EnvGatewayConfig.model_validate(tree), redis_uri
+
+
+def port_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Of a gateway without a recipe; recipes read these by themselves.
+
+    Raises:
+        ConfigError: a variable that is not a port.
+    """
+    settings: dict[str, Any] = {"http": {}}
+    for name, section in (("ENVGATEWAY_PORT", settings), ("CODE_JUDGE_PORT", settings["http"])):
+        if text := environment.get(name):
+            if not text.isdigit():
+                raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
+            section["port"] = int(text)
+    return settings
+
+
+def _number(environment: Mapping[str, str], name: str, kind: Callable[[str], float]) -> float | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"the variable {name} is {text!r}; it must be a number above 0")
+    return value
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    text = environment.get(name, "").lower()
+    if text not in ("", "0", "1", "false", "true"):
+        raise ConfigError(f"the variable {name} is {text!r}; it must be 0 or 1")
+    return text in ("1", "true")

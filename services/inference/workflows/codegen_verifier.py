@@ -1,0 +1,285 @@
+"""``codegen_verifier``: one policy writes a program, another writes test cases for it, and a failure is tried once more.
+
+    write --> (examples left out) make cases --> run the program on them --all pass, or no case--> done
+                                                        '---a case fails---> write again, with what failed
+
+The verifier reads the problem and no program. The decision to try again reads the generated cases only, never the ground
+truth. Credit: each program has its own correctness, 1 when it passes every test of the task, else 0; the verifier's is
+``verifier_reward`` (``generated_cases.verifier_reward`` has the formulas). A task without a reference solution is counted
+as ``reference_missing``; what would need one is then not earned. The rollout counts, in evaluation, by its last program.
+
+Left out, counted, and no failure of what was sampled before: a verification or a second try whose prompt does not fit the
+context, and the verification of a task that does not say how its programs are called. Machinery that fails while anything
+is judged fails the rollout, which is played again: it is never a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.chat import Message
+from services.common.errors import PromptTooLongError
+from services.common.programs import program_of, with_preamble
+from services.common.types import Purpose, StopReason, Task
+from services.common.types import Sequence as TokenSequence
+from services.inference.workflows import codegen_prompts
+from services.inference.workflows.base import (
+    CaseOutcome,
+    CaseVerdict,
+    JudgeCase,
+    Outcome,
+    PolicyClient,
+    Reward,
+    WorkflowContext,
+)
+from services.inference.workflows.conversation import Conversation, Turn
+from services.inference.workflows.generated_cases import (
+    GeneratedCases,
+    VerifierReward,
+    answer_of,
+    entry_point_of,
+    needs_retry,
+    read_cases,
+    report,
+    verifier_reward,
+)
+from services.inference.workflows.problem_text import without_examples
+from services.inference.workflows.program_prompts import asking_for_program
+from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
+from services.inference.workflows.rewards import build_grader
+
+
+class CodegenVerifierSettings(PromptSettings):
+    verifier: str = "model1"
+    """The policy that writes test cases. `policy` is the one that writes programs."""
+    thinking: bool | None = False
+    """Thinking of the coder, where the chat template has that; null leaves the template's default."""
+    verifier_thinking: bool | None = True
+    """`thinking` of the verifier."""
+    reward: str = "code"
+    """Ground truth of a program: a reward of the gateway, or the import path of a function (`package.module:function`)."""
+    verifier_reward: VerifierReward = "coupled"
+    """`coupled`: last program right + reference solution passes the cases. `own`: half for cases that the reference passes,
+    half when they also agree with the ground truth about the first program."""
+    num_cases: int = Field(default=2, ge=1, le=16)
+    """Test cases that count; what the verifier writes beyond them is left out."""
+    case_time_s: float = Field(default=6.0, gt=0)
+    """Time of a program on one generated case."""
+    evaluate: Literal["coder", "all"] = "coder"
+    """What an evaluation plays: the coder's first program alone, or everything."""
+    max_report_chars: int = Field(default=1000, ge=40)
+    """Every input and output in the report to the coder is cut to this, in its middle."""
+    program_prompt: str = codegen_prompts.WRITE_PROGRAM
+    """What the coder reads when programs read stdin, with `{problem}`."""
+    function_prompt: str = codegen_prompts.WRITE_FUNCTION
+    """What the coder reads when a function is called, with `{problem}` and `{entry_point}`."""
+    program_test_prompt: str = codegen_prompts.TEST_PROGRAM
+    """What the verifier reads when programs read stdin, with `{problem}` and `{num_cases}`."""
+    function_test_prompt: str = codegen_prompts.TEST_FUNCTION
+    """What the verifier reads when a function is called, with `{problem}`, `{num_cases}` and `{entry_point}`."""
+    retry_prompt: str = codegen_prompts.TRY_AGAIN
+    """What the coder reads after a failed case, with `{problem}`, `{program}` and `{report}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One task as this workflow sees it, and what plays it."""
+
+    task: Task
+    context: WorkflowContext
+    entry_point: str | None  # "" for programs that read stdin, None when the task does not say
+    preamble: str  # what a program may go on behind
+    solution: str | None  # the reference, when the row has one
+
+    @classmethod
+    def of(cls, task: Task, context: WorkflowContext) -> _Job:
+        found = task.data.get("tests")
+        tests: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+        solution = task.data.get("solution")
+        usable = isinstance(solution, str) and solution.strip()
+        return cls(
+            task=task,
+            context=context,
+            entry_point=entry_point_of(tests),
+            preamble=str(tests.get("preamble") or ""),
+            solution=program_of(str(solution)) if usable else None,
+        )
+
+    async def run_on(self, program: str, cases: Sequence[JudgeCase], case_time_s: float) -> tuple[CaseOutcome, ...]:
+        """What a program does on generated cases."""
+        if not cases:
+            return ()
+        if not program.strip():
+            nothing = CaseOutcome(verdict=CaseVerdict.INVALID_REQUEST, detail="there is no program in the answer")
+            return (nothing,) * len(cases)
+        entry_point = self.entry_point or ""
+        code = with_preamble(program, self.preamble, entry_point)
+        return await self.context.gateway.judge(code, cases, entry_point=entry_point, case_time_s=case_time_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A program of the coder and what the ground truth says of it."""
+
+    conversation: Conversation
+    turn: Turn
+    program: str
+    reward: Reward
+
+    @property
+    def correct(self) -> bool:
+        return self.reward.value >= 1.0
+
+    def sequence(self, number: int) -> TokenSequence:
+        return self.conversation.sequence(
+            reward=self.reward.value,
+            stop_reason=_stop(self.turn),
+            metrics={"truncated": float(not self.turn.ended), "reward_unparsed": float(self.reward.unparsed)},
+            role="coder",
+            attempt=number,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """What the verifier wrote, what was read in it, and what the first program did on that."""
+
+    conversation: Conversation
+    turn: Turn
+    read: GeneratedCases
+    outcomes: tuple[CaseOutcome, ...]
+
+    @property
+    def rejects(self) -> bool:
+        return needs_retry(self.outcomes)
+
+    def sequence(self, reward: float, valid: bool | None) -> TokenSequence:
+        return self.conversation.sequence(
+            reward=reward,
+            stop_reason=_stop(self.turn),
+            metrics={
+                "truncated": float(not self.turn.ended),
+                "cases": float(len(self.read.cases)),
+                "cases_left_out": float(self.read.num_left_out),
+                "cases_unparsed": float(not self.read.cases),
+                "cases_failed": float(sum(not outcome.passed for outcome in self.outcomes)),
+                "cases_valid": float(valid is True),
+            },
+            role="verifier",
+        )
+
+
+class CodegenVerifier:
+    Settings: ClassVar[type[CodegenVerifierSettings]] = CodegenVerifierSettings
+
+    def __init__(self, settings: CodegenVerifierSettings) -> None:
+        self._settings = settings
+        self._grade = build_grader(settings.reward)
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
+        job = _Job.of(task, context)
+        first = await self._write(job, self._messages(job), self._settings.max_prompt_tokens)
+        metrics = {"first_correct": float(first.correct)}
+        if context.purpose is Purpose.EVALUATION and self._settings.evaluate == "coder":
+            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+        check = await self._check(job, first)
+        if check is None:
+            metrics["verification_skipped"] = 1.0
+            return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
+        second = await self._write_again(job, first, check) if check.rejects else None
+        last = second or first
+        valid = await self._passes_reference(job, check.read.cases)
+        reward = verifier_reward(
+            self._settings.verifier_reward,
+            final_correct=last.correct,
+            first_correct=first.correct,
+            rejected=check.rejects,
+            valid=valid,
+        )
+        metrics |= {
+            "final_correct": float(last.correct),
+            "rejected": float(check.rejects),
+            "retry_skipped": float(check.rejects and second is None),
+            "solved_by_retry": float(last.correct and not first.correct),
+            "broken_by_retry": float(first.correct and not last.correct),
+            "reference_missing": float(job.solution is None),
+        }
+        sequences = [first.sequence(0), check.sequence(reward, valid), *([second.sequence(1)] if second else [])]
+        return Outcome(sequences=tuple(sequences), reward=last.reward.value, metrics=metrics)
+
+    def _messages(self, job: _Job) -> list[Message]:
+        settings = self._settings
+        messages = build_messages(settings, job.task)
+        return asking_for_program(messages, job.task, settings.program_prompt, settings.function_prompt)
+
+    async def _write(self, job: _Job, messages: list[Message], max_prompt_tokens: int | None = None) -> _Attempt:
+        conversation = Conversation(
+            self._coder(job),
+            messages,
+            job.context.sampling,
+            max_prompt_tokens=max_prompt_tokens,
+            thinking=self._settings.thinking,
+        )
+        turn = await conversation.generate()
+        answer = answer_of(turn.text)
+        reward = await self._grade(job.context.gateway, job.task, answer)
+        return _Attempt(conversation, turn, program_of(answer), reward)
+
+    async def _write_again(self, job: _Job, first: _Attempt, check: _Check) -> _Attempt | None:
+        """The second program; None when its prompt does not fit. Nothing in the prompt comes from the ground truth."""
+        settings = self._settings
+        messages = build_messages(settings, job.task)
+        as_text = self._coder(job).chat.as_text  # what a program prints must not end a turn
+        prompt = fill(
+            settings.retry_prompt,
+            problem=str(self._messages(job)[-1]["content"]),
+            program=as_text(first.program.strip("\n")),
+            report=as_text(report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)),
+        )
+        try:
+            return await self._write(job, with_last_text(messages, prompt))
+        except PromptTooLongError:
+            return None
+
+    async def _check(self, job: _Job, first: _Attempt) -> _Check | None:
+        """Test cases for a program that their author does not see; None when they cannot be asked for."""
+        settings = self._settings
+        if job.entry_point is None:
+            return None
+        problem = without_examples(str(build_messages(settings, job.task)[-1]["content"]))
+        template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
+        prompt = fill(template, problem=problem, num_cases=str(settings.num_cases), entry_point=job.entry_point)
+        verifier = job.context.policy(settings.verifier)
+        try:
+            conversation = Conversation(
+                verifier,
+                [{"role": "user", "content": prompt}],
+                job.context.sampling,
+                thinking=settings.verifier_thinking,
+            )
+        except PromptTooLongError:
+            return None
+        turn = await conversation.generate()
+        read = read_cases(turn.text, is_function=bool(job.entry_point), limit=settings.num_cases)
+        outcomes = await job.run_on(first.program, read.cases, settings.case_time_s)
+        return _Check(conversation, turn, read, outcomes)
+
+    async def _passes_reference(self, job: _Job, cases: Sequence[JudgeCase]) -> bool | None:
+        """Whether the reference solution passes the cases, of which there must be one; None without a reference."""
+        if not cases:
+            return False
+        if job.solution is None:
+            return None
+        return all(outcome.passed for outcome in await job.run_on(job.solution, cases, self._settings.case_time_s))
+
+    def _coder(self, job: _Job) -> PolicyClient:
+        return job.context.policy(self._settings.policy or "model0")
+
+
+def _stop(turn: Turn) -> StopReason:
+    return StopReason.STOP if turn.ended else StopReason.LENGTH

@@ -1,0 +1,31 @@
+"""SAPO: a soft gate on the ratio instead of a clip (arXiv 2511.20347).
+
+    r = exp(l - b),   tau = sapo_tau_positive where A > 0, else sapo_tau_negative
+    loss = -(4 / tau) sigmoid(tau (r - 1)) A
+
+The gradient is that of -w A l with w = r sech^2(tau (r - 1) / 2): the plain policy gradient at r = 1, fading smoothly to both
+sides instead of ending at a clip, faster for a larger tau. Negative advantages get the larger one, because they push up
+every other token of the vocabulary. Trap: the loss is not 0 at r = 1 but -2 A / tau; only its gradient means something.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
+
+FADED_BELOW = 0.5  # of the gradient at r = 1: counted as what a clip would have cut
+
+
+def sapo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+    """All shapes [num_tokens]."""
+    ratio = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp).exp()
+    positive = tokens.advantages > 0
+    tau = torch.where(positive, config.sapo_tau_positive, config.sapo_tau_negative).to(ratio.dtype)
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    faded = 4.0 * gate.detach() * (1.0 - gate.detach()) < FADED_BELOW
+    return PolicyLoss(
+        per_token=masked(-(4.0 / tau) * gate * tokens.advantages, tokens.mask),
+        counts={"faded_tokens": (tokens.mask & faded).sum()},
+    )

@@ -1,0 +1,91 @@
+"""The launch scripts of the judge as people use them: several APIs on one port, a worker, and kill -9 of each in mid-batch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..judge_clients import GradingClient, RolloutClient, Status
+from .conftest import until
+from .processes import ROOT, Process, World, children, free_port
+from .redis_server import RedisServer
+
+pytestmark = pytest.mark.slow
+
+NUM_APIS = 2
+
+
+@pytest.fixture
+def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
+    started = World(tmp_path, redis_server.uri)
+    yield started
+    started.close()
+
+
+async def test_batches_over_http_are_complete_and_right_whoever_is_killed(
+    world: World, redis_server: RedisServer
+) -> None:
+    port = free_port()
+    api = world.start_api(NUM_APIS, port)
+    worker = world.start_worker(slots=3)
+    await until(lambda: api.log.read_text().count("server.ready") == NUM_APIS, "every API serves", timeout_s=60)
+    await until(lambda: "slots=3 workers=1" in api.log.read_text(), "they know of the worker", timeout_s=60)
+    assert await asyncio.to_thread(GradingClient(port).status) == Status(queue=0, num_workers=3)
+
+    async with RolloutClient(port) as client, asyncio.timeout(120):
+        batches = [asyncio.create_task(client.send(_submissions(n))) for n in range(12)]
+        await asyncio.sleep(0.8)
+        os.kill(children(api.pid)[-1], signal.SIGKILL)
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(worker.kill)
+        world.start_worker(slots=3)
+        await asyncio.sleep(0.8)
+        await asyncio.to_thread(redis_server.kill)
+        await asyncio.to_thread(redis_server.start)
+        results = [await batch for batch in batches]
+    for n, outcomes in enumerate(results):
+        assert [outcome["stdout"] for outcome in outcomes] == [f"{n * 100 + k}\n" for k in range(12)]
+        assert [outcome["success"] for outcome in outcomes] == [k % 3 != 0 for k in range(12)]
+    assert client.broken >= 1
+    await until(lambda: api.log.read_text().count("server.ready") == NUM_APIS + 1, "the killed API is back", 30)
+    living = children(api.pid)
+    assert await asyncio.to_thread(api.stop) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in living)
+
+
+async def test_a_script_that_is_killed_leaves_no_api_behind(world: World) -> None:
+    api = world.start_api(NUM_APIS, free_port())
+    await until(lambda: api.log.read_text().count("server.ready") == NUM_APIS, "every API serves", timeout_s=60)
+    living = children(api.pid)
+    await asyncio.to_thread(api.kill)
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in living), "they have ended")
+
+
+def _submissions(n: int) -> list[dict[str, Any]]:
+    return [
+        {"type": "python", "input": str(n * 100 + k), "expected_output": "wrong" if k % 3 == 0 else str(n * 100 + k),
+         "solution": "import time; time.sleep(0.05); print(input())"}
+        for k in range(12)
+    ]  # fmt: skip
+
+
+def test_the_scripts_say_what_is_missing(tmp_path: Path) -> None:
+    cases: list[tuple[str, dict[str, str], str]] = [
+        ("judge_api.sh", {"REDIS_URI": ""}, "set REDIS_URI"),
+        ("judge_worker.sh", {"REDIS_URI": ""}, "set REDIS_URI"),
+        ("judge_api.sh", {"REDIS_URL": "redis://127.0.0.1:1", "CODE_JUDGE_PORT": "http", "API_PROCESSES": "2"},
+         "CODE_JUDGE_PORT is 'http'"),
+        ("judge_worker.sh", {"REDIS_URL": "redis://127.0.0.1:1", "MAX_EXECUTION_TIME": "4s"},
+         "MAX_EXECUTION_TIME is '4s'"),
+    ]  # fmt: skip
+    for script, variables, words in cases:
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        process = Process([str(ROOT / "deploy/launch" / script)], log, **variables)
+        assert process.wait() == 1 and words in log.read_text(), log.read_text()

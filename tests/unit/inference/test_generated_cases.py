@@ -1,0 +1,184 @@
+"""Golden tables: how test cases are read, when a program is tried again, what the verifier earns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.inference.workflows.base import CaseOutcome, CaseVerdict, JudgeCase
+from services.inference.workflows.generated_cases import (
+    VerifierReward,
+    answer_of,
+    entry_point_of,
+    needs_retry,
+    read_cases,
+    report,
+    verifier_reward,
+)
+
+ONE = '{"input": "1", "output": "2"}'
+PAIR = [("1", "2"), ("3", "4")]
+TWO = '[{"input": "1", "output": "2"}, {"input": "3", "output": "4"}]'
+
+
+def fenced(text: str, language: str = "json") -> str:
+    return f"```{language}\n{text}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "cases", "left_out"),
+    [
+        (f"Here: {fenced(TWO)}", PAIR, 0),
+        (fenced(TWO, ""), PAIR, 0),
+        (fenced(ONE), PAIR[:1], 0),
+        (fenced(f'{{"test_cases": {TWO}}}'), PAIR, 0),
+        (fenced(f'{{"tests": {TWO}, "why": "x"}}'), PAIR, 0),
+        (f"{fenced(ONE)} better: {fenced(TWO)}", PAIR, 0),
+        (f"{fenced(TWO)} checked with {fenced('print(1)', 'python')}", PAIR, 0),
+        (f"{fenced(TWO)} and {fenced('[]')}", PAIR, 0),
+        (f"<think>{fenced(ONE)}</think>{fenced(TWO)}", PAIR, 0),
+        (f"<think>{fenced(TWO)}", [], 0),
+        (TWO, [], 0),
+        (f"```json\n{TWO}", [], 0),
+        (fenced(TWO[:-3]), [], 0),
+        (fenced(TWO.replace('"', "'")), [], 0),
+        (fenced('[{"input": "1", "output": NaN}]'), [], 0),
+        (fenced("[" * 100_000), [], 0),
+        (fenced("7"), [], 0),
+        ("", [], 0),
+        (fenced('[{"input": "1", "output": "2"}, {"input": "3"}]'), PAIR[:1], 1),
+        (fenced('[{"input": 1, "output": "2"}, "x", null, {"input": "3", "output": "4"}]'), PAIR[1:], 3),
+        (fenced(f"[{ONE}, {ONE}, " + '{"input": "3", "output": "4"}, {"input": "5", "output": "6"}]'), PAIR, 2),
+        (fenced('[{"input": ["1", "2"], "output": "3", "reason": "sum"}]'), [("1\n2", "3")], 0),
+        (fenced('[{"stdin": "1", "expected_output": "2"}]'), PAIR[:1], 0),
+        (fenced('[{"input": "\\ud800", "output": "2"}]'), [], 1),
+        (fenced(json.dumps([{"input": "x" * 70_000, "output": "2"}])), [], 1),
+    ],
+)
+def test_cases_of_a_program_are_read(text: str, cases: list[tuple[str, str]], left_out: int) -> None:
+    read = read_cases(text, is_function=False, limit=2)
+    assert [(case.given, case.expected) for case in read.cases] == cases
+    assert read.num_left_out == left_out
+
+
+@pytest.mark.parametrize(
+    ("text", "cases", "left_out"),
+    [
+        ('[{"args": [1, [2]], "expected": {"a": null}}]', [([1, [2]], {"a": None})], 0),
+        ('[{"args": [], "expected": null}]', [([], None)], 0),
+        ('[{"args": [1], "expected": true}, {"args": [1], "expected": 1}]', [([1], True), ([1], 1)], 0),
+        ('[{"args": [123456789012345678901234567890], "expected": 0}]', [([123456789012345678901234567890], 0)], 0),
+        ('[{"input": [3], "output": 4}]', [([3], 4)], 0),
+        ('[{"args": 3, "expected": 4}, {"args": {"a": 3}, "expected": 4}, {"args": [3]}]', [], 3),
+    ],
+)
+def test_cases_of_a_function_are_read(text: str, cases: list[tuple[Any, Any]], left_out: int) -> None:
+    read = read_cases(fenced(text), is_function=True, limit=2)
+    assert [(case.given, case.expected) for case in read.cases] == cases
+    assert read.num_left_out == left_out
+
+
+@given(
+    text=st.text(alphabet=st.sampled_from('```json\n[{"input": 1}]<think></'), max_size=200), limit=st.integers(1, 3)
+)
+def test_whatever_is_written_is_read_without_failing(text: str, limit: int) -> None:
+    for is_function in (False, True):
+        assert len(read_cases(text, is_function=is_function, limit=limit).cases) <= limit
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("a", "a"), ("<think>t</think>a", "a"), ("t</think>a", "a"), ("<think>t", ""), ("<think>1</think>b<think>2</think>a", "a")],
+)  # fmt: skip
+def test_thinking_is_no_answer(text: str, answer: str) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry_point"),
+    [
+        ({"kind": "stdin", "cases": []}, ""),
+        ({"kind": "call", "entry_point": "add", "cases": []}, "add"),
+        ({"kind": "assert", "entry_point": "add", "tests": "assert add(1, 2) == 3"}, "add"),
+        ({"kind": "assert", "entry_point": "", "tests": "def check(candidate):\n    ...\n\ncheck(Solution().add)"}, "Solution().add"),
+        ({"kind": "assert", "entry_point": "", "tests": "assert add(1, 2) == 3"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_how_programs_are_called(tests: dict[str, Any], entry_point: str | None) -> None:
+    assert entry_point_of(tests) == entry_point
+
+
+OK, WRONG = CaseOutcome(verdict=CaseVerdict.OK), CaseOutcome(verdict=CaseVerdict.WRONG_ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "again"),
+    [
+        ([], False), ([OK], False), ([OK, OK], False), ([WRONG], True), ([OK, WRONG], True), ([WRONG, OK], True),
+        *(([CaseOutcome(verdict=verdict)], verdict is not CaseVerdict.OK) for verdict in CaseVerdict),
+    ],
+)  # fmt: skip
+def test_a_failed_case_and_nothing_else_asks_for_another_try(outcomes: list[CaseOutcome], again: bool) -> None:
+    assert needs_retry(outcomes) is again
+
+
+@pytest.mark.parametrize(
+    ("kind", "final_correct", "first_correct", "rejected", "valid", "reward"),
+    [
+        ("coupled", True, True, False, True, 2.0),
+        ("coupled", True, False, True, True, 2.0),
+        ("coupled", True, True, True, False, 1.0),
+        ("coupled", False, False, True, True, 1.0),
+        ("coupled", False, True, True, True, 1.0),
+        ("coupled", False, False, True, False, 0.0),
+        ("coupled", True, False, True, None, 1.0),
+        ("coupled", False, False, False, None, 0.0),
+        ("own", True, True, False, True, 1.0),
+        ("own", False, False, True, True, 1.0),
+        ("own", True, False, True, True, 1.0),
+        ("own", False, False, False, True, 0.5),
+        ("own", False, True, True, True, 0.5),
+        ("own", False, False, True, False, 0.0),
+        ("own", True, True, False, False, 0.0),
+        ("own", False, False, True, None, 0.5),
+        ("own", True, True, False, None, 0.5),
+        ("own", False, False, False, None, 0.0),
+        ("own", True, True, True, None, 0.0),
+    ],
+)
+def test_what_the_verifier_earns(
+    kind: VerifierReward, final_correct: bool, first_correct: bool, rejected: bool, valid: bool | None, reward: float
+) -> None:
+    assert reward == verifier_reward(
+        kind, final_correct=final_correct, first_correct=first_correct, rejected=rejected, valid=valid
+    )
+
+
+def test_failures_are_told_case_by_case() -> None:
+    cases = [JudgeCase(given=f"{n}\n", expected=str(n)) for n in range(5)]
+    outcomes = [
+        OK,
+        CaseOutcome(verdict=CaseVerdict.WRONG_ANSWER, stdout="7\n", detail="line 1"),
+        CaseOutcome(verdict=CaseVerdict.RUNTIME_ERROR, stderr="Traceback\nKeyError: 1", detail="KeyError: 1"),
+        CaseOutcome(verdict=CaseVerdict.TIME_LIMIT),
+        CaseOutcome(verdict=CaseVerdict.WRONG_ANSWER),
+    ]
+    assert report(cases, outcomes, max_chars=100).split("\n\n") == [
+        "Case 2\ninput:\n1\nexpected:\n1\nyour program printed:\n7",
+        "Case 3\ninput:\n2\nexpected:\n2\nyour program ended with an error:\nTraceback\nKeyError: 1",
+        "Case 4\ninput:\n3\nexpected:\n3\nyour program was stopped: it took too long",
+        "Case 5\ninput:\n4\nexpected:\n4\nyour program printed:\n(nothing)",
+    ]
+
+
+def test_a_call_is_told_with_arguments_and_value_and_long_texts_are_cut() -> None:
+    case = JudgeCase(given=[list(range(200))], expected=1)
+    wrong = CaseOutcome(verdict=CaseVerdict.WRONG_ANSWER, detail="expected 1, got 2")
+    told = report([case], [wrong], max_chars=60)
+    assert "arguments:\n[[0, 1," in told and "(cut)" in told and len(told) < 250
+    assert told.endswith("your program gave another answer:\nexpected 1, got 2")

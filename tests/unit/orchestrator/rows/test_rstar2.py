@@ -1,0 +1,52 @@
+"""rStar2's process_train_dataset: two column layouts in, one form out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DatasetError
+from services.orchestrator.process_train_dataset import process_train_dataset
+
+CHAT = {"prompt": [{"role": "user", "content": "What is 2+2?"}], "reward_model": {"ground_truth": 4, "style": "rule"}}
+PLAIN = {"problem": "What is 3+3?", "answer": "6"}
+
+
+def written(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_both_layouts_become_one(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.jsonl", CHAT, {"problem": "?", "answer": None})
+    second = written(tmp_path / "b.jsonl", PLAIN)
+    done = process_train_dataset([first, second], tmp_path / "out" / "train.jsonl")
+    assert (done.num_rows, done.num_left_out) == (2, 1)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+    assert rows == [{"problem": "What is 2+2?", "answer": "4"}, {"problem": "What is 3+3?", "answer": "6"}]
+
+
+def test_a_row_of_neither_layout_is_refused_with_its_number_and_nothing_is_left(tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", PLAIN, {"problem": "?"})
+    with pytest.raises(DatasetError, match=r"a\.jsonl, row 2: no answer"):
+        process_train_dataset([source], tmp_path / "train.jsonl")
+    assert not list(tmp_path.glob("train.jsonl*"))
+
+
+def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    Dataset.from_list([CHAT]).to_parquet(str(tmp_path / "train.parquet"))
+    assert process_train_dataset([str(tmp_path / "train.parquet")], tmp_path / "out.jsonl").num_rows == 1
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", CHAT, PLAIN)
+    command = [sys.executable, "-m", "services.cli", "data", "rstar2", source, "-o", str(tmp_path / "train.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "train.jsonl: 2 rows" in done.stdout) == (0, True), done.stderr

@@ -1,0 +1,148 @@
+"""Evaluations during training: pinned where replicas can be spared, else on a share; nothing is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.types import Purpose
+from services.orchestrator.commands import AnnounceVersion, CancelGroup
+from services.orchestrator.pool import Held, Hello, Replica
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.unit.orchestrator.world import World, living
+
+
+def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
+    """(training, evaluation)"""
+    return [o for o in orders if o.purpose is Purpose.TRAIN], [o for o in orders if o.purpose is Purpose.EVALUATION]
+
+
+def report(world: World, replica: Replica, number: int) -> None:
+    world.ring.report_replica(
+        replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
+        gauges={},
+    )  # fmt: skip
+
+
+async def train_one_step(world: World, orders: list, step: int, version: int) -> None:  # type: ignore[type-arg]
+    for order in orders:
+        await world.play(order, version)
+    await world.ring.pull_batch("model0", step, timeout_s=1.0)
+    await world.publish(step)
+
+
+async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        first, second = world.join("first", slots=16), world.join("second", slots=16)
+        training, _ = split(await world.orders(first) + await world.orders(second))
+        assert len(training) == 6, "as the quota allows"
+        await train_one_step(world, training[:2], 1, 0)
+        await asyncio.sleep(0.01)
+        assert split(await world.orders(first) + await world.orders(second))[1] == [], "version 1 is nowhere yet"
+        for replica in (first, second):
+            report(world, replica, 1)
+        got = {replica.replica_id: split(await world.orders(replica)) for replica in (first, second)}
+        (pinned,) = [name for name, (_, evaluation) in got.items() if evaluation]
+        evaluation = got[pinned][1]
+        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
+        # It keeps its version while the run goes on, and what it was playing is not cancelled.
+        await world.publish(2)
+        evaluator = first if pinned == "first" else second
+        commands = await world.commands(evaluator)
+        assert not any(isinstance(c, AnnounceVersion | CancelGroup) for c in commands)
+        other = second if evaluator is first else first
+        assert any(isinstance(c, AnnounceVersion) for c in await world.commands(other))
+        await world.send(*(trajectory(o.task_group_id, 0, version=1, reward=1.0) for o in evaluation))
+        result = world.ring.evaluations.results["step-1/greedy"]
+        assert (result.pinned, dict(result.versions), result.mean_reward) == (True, {"model0": 1}, 1.0)
+        assert any(isinstance(c, AnnounceVersion) for c in await world.commands(evaluator)), "now it moves on"
+
+
+async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False, "share": 0.125}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=16)
+        training, _ = split(await world.orders(replica))
+        assert len(training) == 4, "all slots train"
+        await train_one_step(world, training[:2], 1, 0)
+        await asyncio.sleep(0.01)
+        await world.play(training[2])  # frees 4 slots
+        training, evaluation = split(await world.orders(replica))
+        assert len(evaluation) == 2, "an eighth of 16 slots"
+        assert not evaluation[0].required_versions
+        assert len(training) == 2, "no more fit beside them"
+        await world.send(trajectory(evaluation[0].task_group_id, 0, version=0, reward=1.0))
+        _, more = split(await world.orders(replica))
+        await world.send(
+            failure(evaluation[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=1, reward=1.0)
+        )
+        result = world.ring.evaluations.results["step-1/greedy"]
+        assert not result.pinned
+        assert (dict(result.versions), dict(result.newest_versions)) == ({"model0": 0}, {"model0": 1})
+        (score,) = result.datasets
+        assert (score.name, score.num_items, score.failed) == ("held_out", 3, ("2",))
+        assert (score.mean_reward.value, score.pass_at[0][1].value) == (2 / 3, 2 / 3)
+
+
+async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=4)
+    async with living(world):
+        await world.publish(0)
+        replicas = {name: world.join(name, number=0, slots=16) for name in ("first", "second", "third")}
+        training = [o for r in replicas.values() for o in await world.orders(r)]
+        await train_one_step(world, training[:2], 1, 0)
+        await asyncio.sleep(0.01)
+        for replica in replicas.values():
+            report(world, replica, 1)
+        got = {name: split(await world.orders(replica))[1] for name, replica in replicas.items()}
+        (pinned,) = [name for name, orders in got.items() if orders]
+        left = replicas.pop(pinned)
+        world.clock.now += 20.0
+        for replica in replicas.values():
+            report(world, replica, 1)
+        world.clock.now += 20.0
+        assert [r.replica_id for r in world.ring.pool.expire()] == [left.replica_id]
+        for order in training[2:]:
+            await world.play(order)
+        world.ring.dispatcher.schedule()
+        again = [o for r in replicas.values() for o in split(await world.orders(r))[1]]
+        assert {o.task_group_id for o in got[pinned]} <= {o.task_group_id for o in again}
+
+
+async def test_each_policy_that_plays_apart_is_evaluated_by_itself(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=("a", "b"), rollout={"policies": "apart"})
+    for policy in ("a", "b"):
+        await world.publish(0, policy=policy)
+    replica = world.join()
+    await world.ring.begin_evaluation("asked")
+    orders = await world.orders(replica)
+    assert sorted(order.policies for order in orders) == [("a",)] * 3 + [("b",)] * 3
+    for order in orders:
+        (policy,) = order.policies
+        await world.send(trajectory(order.task_group_id, 0, sequence(policy=policy), reward=float(policy == "a")))
+    results = {name: result.mean_reward for name, result in world.ring.evaluations.results.items()}
+    assert results == {"asked/greedy/a": 1.0, "asked/greedy/b": 0.0}
+
+
+async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_version(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 0})
+    async with living(world) as life:
+        replica = world.join()
+        await asyncio.sleep(0.01)
+        orders = await world.orders(replica)
+        assert [dict(order.required_versions) for order in orders] == [{"model0": 0}] * 3
+        await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in orders))
+        other = world.ring.join_replica(
+            Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
+        )
+        assert not world.ring.dispatcher.may_play(other, {"model0": 0}), "it loaded something else"
+        await asyncio.sleep(0.01)
+        end = await world.orders(replica)
+        await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
+        await asyncio.wait_for(life, 5)
+    assert world.ring.evaluations.results["start/greedy"].mean_reward == 1.0

@@ -1,0 +1,105 @@
+"""Several policies in one run: each with its own quota, versions and speed; nobody waits for another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from services.common.errors import DeadlineError
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.pool import Held, Replica
+from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+AB = ("a", "b")
+
+
+async def begin(world: World) -> Replica:
+    for policy in world.policies:
+        await world.publish(0, policy=policy)
+    world.train()
+    return world.join()
+
+
+def swapped(world: World, replica: Replica, **versions: int) -> None:
+    """The replica tells that it serves these versions."""
+    held = {policy: Held(number, f"d{number}") for policy, number in versions.items()}
+    world.ring.report_replica(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
+
+
+async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=AB, rollout={"policies": "apart"})
+    replica = await begin(world)
+    orders = await world.orders(replica)
+    assert Counter(order.policies for order in orders) == {("a",): 4, ("b",): 4}, "two batches of 8 each"
+    assert [order.policies for order in orders[:2]] == [("a",), ("b",)]
+
+
+async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=AB, rollout={"policies": "apart"})
+    replica = await begin(world)
+    for order in await world.orders(replica):
+        await world.play(order)
+    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.publish(1, policy="a")
+    swapped(world, replica, a=1, b=0)
+    assert {order.policies for order in await world.orders(replica)} == {("a",)}
+
+
+async def test_a_sequence_of_a_policy_that_does_not_play_is_refused(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=AB, rollout={"policies": "apart"})
+    replica = await begin(world)
+    order = (await world.orders(replica))[0]
+    assert order.policies == ("a",)
+    answers = await world.send(trajectory(order.task_group_id, 0, sequence(1.0, policy="b")))
+    assert answers == [RecordOutcome.INVALID]
+
+
+async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lost(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(policies=AB, max_staleness=0)
+    world.ring.join_trainer("b", "t", 1, 0, {})
+    replica = await begin(world)
+    orders = await world.orders(replica)
+    assert len(orders) == 2
+    for order in orders:
+        await world.play(order)
+    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.publish(1, policy="a")
+    swapped(world, replica, a=1, b=0)
+    assert await world.orders(replica) == [], "b has no room"
+    world.ring.trainer_lost("b")
+    assert len(await world.orders(replica)) == 2, "a goes on alone"
+    world.ring.join_trainer("b", "t2", 1, 0, {})
+    assert not world.ring.experience.admission.absent
+
+
+async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=AB, rollout={"policies": "apart"})
+    replica = await begin(world)
+    before = {order.task_group_id: order.policies for order in await world.orders(replica)}
+    await world.crash()
+    assert {group.id: group.order.policies for group in world.ring.groups.values()} == before
+    accounts = world.ring.experience.admission.accounts
+    assert [accounts[policy].running_slots for policy in AB] == [16, 16]
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
+    worlds: Callable[..., World], lockstep: bool
+) -> None:
+    world = worlds(policies=AB, run={"lockstep": lockstep}, max_staleness=2)
+    replica = await begin(world)
+    for order in await world.orders(replica):
+        await world.play(order)
+    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.publish(1, policy="a")
+    if lockstep:
+        with pytest.raises(DeadlineError):
+            await world.ring.pull_batch("a", 2, timeout_s=0.05)
+        await world.ring.pull_batch("b", 1, timeout_s=1.0)
+        await world.publish(1, policy="b")
+    await world.ring.pull_batch("a", 2, timeout_s=1.0)

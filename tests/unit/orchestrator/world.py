@@ -1,0 +1,175 @@
+"""A ring without grpc or processes, that can be thrown away and recovered, as after kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from services.common.config.loading import validate
+from services.common.types import TaskGroupOrder, WeightVersion
+from services.orchestrator import lifecycle
+from services.orchestrator.commands import PlayGroup
+from services.orchestrator.datasets import ListSource
+from services.orchestrator.groups import Outcome
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.pool import Held, Hello, Replica
+from services.orchestrator.recovery import recover
+from services.orchestrator.ring import Ring
+from tests.unit.orchestrator.builders import sequence, trajectory
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """Keyword arguments that are not named are the batch section of every policy."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        curation: str = "accept_all",
+        policies: tuple[str, ...] = ("model0",),
+        run: dict[str, Any] | None = None,
+        rollout: dict[str, Any] | None = None,
+        evaluation: dict[str, Any] | None = None,
+        **batch: Any,
+    ) -> None:
+        self.run_dir = run_dir
+        self.curation = curation
+        self.policies = policies
+        self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
+        self.clock = Clock()
+        self.steps = 3
+        self.batch = {"size": 8, "max_staleness": 1, **batch}
+        self.samples_per_task = 1
+        self.open()
+
+    def open(self) -> None:
+        tree = {
+            "name": "unit",
+            "run": {"id": "unit", "steps": self.steps, **self.run},
+            "policies": {
+                name: {
+                    "model": {"path": "none"},
+                    "batch": self.batch,
+                    "trainer": {"port": 0},
+                    "weights": {"port": 0},
+                }
+                for name in self.policies
+            },
+            "data": {
+                "train": {"path": "unused"},
+                "evaluation": {"held_out": {"path": "unused"}},
+                "curation": self.curation,
+            },
+            "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
+            "orchestrator": {"min_free_bytes": 5_000_000},
+            "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
+        }
+        self.journal = Journal(self.run_dir / "journal")
+        self.ring = Ring(
+            validate(tree, source="test"),
+            self.run_dir,
+            self.journal,
+            training_source=ListSource([{"n": i} for i in range(10)], None, "train"),
+            evaluation_sources={"held_out": ListSource([{"n": i} for i in range(3)], None, "evaluation")},
+            run_mark="abc",
+            started_at=0.0,
+            clock=self.clock,
+        )
+        reader = JournalReader(self.run_dir / "journal")
+        recover(self.ring, reader)
+        reader.close()
+        self.journal.start()
+
+    async def crash(self) -> None:
+        """Everything in memory is gone; the journal's thread ends after what it has."""
+        await self.journal.close()
+        self.ring.metrics.close()
+        self.open()
+
+    async def close(self) -> None:
+        await self.journal.close()
+        self.ring.metrics.close()
+
+    # --- peers ---
+
+    def join(
+        self,
+        name: str = "a",
+        number: int = 0,
+        slots: int = 64,
+        incarnation: str = "1",
+        running: Any = (),
+        weights_address: str = "",
+    ) -> Replica:
+        held = {policy: Held(number, f"d{number}") for policy in self.policies}
+        return self.ring.join_replica(
+            Hello(
+                replica_id=name,
+                incarnation=incarnation,
+                num_slots=slots,
+                held=held,
+                running=tuple(running),
+                weights_address=weights_address,
+            )
+        )
+
+    async def orders(self, replica: Replica) -> list[TaskGroupOrder]:
+        """Orders that have been sent and not been looked at."""
+        return [c.order for c in await self.commands(replica) if isinstance(c, PlayGroup)]
+
+    async def commands(self, replica: Replica) -> list[Any]:
+        await self.settle()
+        found = []
+        while replica.mailbox is not None and len(replica.mailbox):
+            found.append(await replica.mailbox.get())
+        return found
+
+    async def settle(self) -> None:
+        """Let everything that is queued become durable and be acted on."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await self.journal.append("marks", "", dict)
+            await asyncio.sleep(0)
+
+    async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
+        answers: list[RecordOutcome] = []
+        for outcome in outcomes:
+            self.ring.ingest.submit(outcome, answers.append)
+        await self.settle()
+        return answers
+
+    async def play(self, order: TaskGroupOrder, version: int = 0) -> None:
+        """Every slot of an order, with a sequence for each policy that plays it."""
+        for i in order.indices:
+            reward = float(i % 2)
+            played = [sequence(reward, version, policy=policy) for policy in order.policies or self.policies]
+            await self.send(trajectory(order.task_group_id, i, *played, reward=reward))
+
+    async def publish(self, number: int, digest: str = "", incarnation: str = "t", policy: str = "model0") -> int:
+        version = WeightVersion(policy=policy, number=number, digest=digest or f"d{number}", sources=("x:1",))
+        return await self.ring.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+
+    def train(self) -> None:
+        self.ring.dispatcher.train = True
+        self.ring.dispatcher.schedule()
+
+
+@contextlib.asynccontextmanager
+async def living(world: World) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.ensure_future(lifecycle.live(world.ring))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
