@@ -1,4 +1,8 @@
-"""One math worker as its owner sees it: started by exec, asked over a socket, killed when it must be."""
+"""One math worker as its owner sees it: started by exec, asked over a socket, killed when it must be.
+
+Questions are answered in order. The next one waits in the socket while the worker grades, so that it never waits for its
+owner; each has its time from when the worker turns to it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,24 @@ import os
 import socket
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
-from services.envgateway.rewards.math_progress import Progress, make_shared
+from services.envgateway.rewards.math_progress import IDLE, Progress, make_shared
 from services.envgateway.sandbox.bare import procfs, wire
 
 _ROOT = str(Path(__file__).resolve().parents[3])
+_STARVED_FACTOR = 6.0  # wall time over CPU time, before a slow grading is the machine's fault
+_SHORTEST_WAIT_S = 0.05
 
 
-class WorkerDied(Exception):
-    """The worker ended without an answer. ``signal`` is 0 when it exited by itself."""
+class WorkerFailed(Exception):
+    """No answer, and the process is of no more use."""
+
+
+class WorkerDied(WorkerFailed):
+    """It ended in the middle of this question. ``signal`` is 0 when it exited by itself."""
 
     def __init__(self, signal: int, stage: int) -> None:
         super().__init__(f"died of signal {signal}" if signal else "ended")
@@ -25,29 +36,33 @@ class WorkerDied(Exception):
         self.stage = stage
 
 
-class WorkerOverdue(Exception):
+class WorkerOverdue(WorkerFailed):
     """It has used the CPU time of a grading. ``stage`` says on what."""
 
     def __init__(self, stage: int) -> None:
-        super().__init__("overdue")
+        super().__init__("is overdue")
         self.stage = stage
 
 
-class WorkerStarved(Exception):
+class WorkerStarved(WorkerFailed):
     """It has had no processor to work with: the machine's fault."""
 
     def __init__(self) -> None:
-        super().__init__("it got no processor")
+        super().__init__("got no processor")
 
 
-_STARVED_FACTOR = 6.0  # wall time over CPU time, before a slow grading is the machine's fault
-_SHORTEST_WAIT_S = 0.05
+class WorkerLost(WorkerFailed):
+    """It failed on another question, before it turned to this one."""
+
+    def __init__(self) -> None:
+        super().__init__("failed on another question")
 
 
 class MathProcess:
-    """Serves one question at a time; while it is lent out nobody else has it."""
+    """``start`` first. After any ``WorkerFailed`` only ``kill`` is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_s: float) -> None:
+        """``cpu_s``: CPU time of one question."""
         ours, theirs = socket.socketpair()
         shared = make_shared()
         # vfork and exec: no fork handler of grpc runs, and no secret of our environment goes along
@@ -69,56 +84,126 @@ class MathProcess:
         ours.setblocking(False)
         self._channel = ours
         self._frames = wire.FrameReader()
+        self._cpu_s = cpu_s
+        self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()  # the first is being graded
+        self._answered = 0
+        self._turned_s = 0.0  # when the first of them became the first
+        self._watch: asyncio.TimerHandle | None = None
+        self._unsent = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(ours, self._read)
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.failure: WorkerFailed | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     async def start(self) -> None:
-        """Wait until it has imported what it needs. Raises ``WorkerDied``."""
-        await self._answer()
+        """Wait until it has imported what it needs. Raises ``WorkerFailed``."""
+        await self._ready
 
-    async def ask(self, frame: bytes, cpu_s: float) -> dict[str, Any]:
-        """The answer to one question.
+    async def ask(self, frame: bytes) -> dict[str, Any]:
+        """The answer to one question. A caller that is cancelled leaves; the question is graded in vain.
 
         Raises:
-            WorkerDied, WorkerOverdue, WorkerStarved: no answer; the process is of no more use.
+            WorkerDied, WorkerOverdue, WorkerStarved: because of this question, or while it was graded.
+            WorkerLost: because of another.
         """
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        wait_s = cpu_s
-        try:
-            await loop.sock_sendall(self._channel, frame)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death() from None
-        while True:
-            try:
-                async with asyncio.timeout(wait_s):
-                    return await self._answer()
-            except TimeoutError:
-                used_s = procfs.usage([self.pid]).cpu_s - self._progress.cpu_before_s
-                if used_s >= cpu_s:
-                    raise WorkerOverdue(self._progress.stage) from None
-                if loop.time() - began >= _STARVED_FACTOR * cpu_s:
-                    raise WorkerStarved from None
-                wait_s = max(cpu_s - used_s, _SHORTEST_WAIT_S)
+        if self.failure is not None:
+            raise WorkerLost
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._asked.append(answer)
+        if len(self._asked) == 1:
+            self._turn()
+        self._unsent += frame
+        self._write()
+        return await answer
 
     def kill(self) -> None:
-        self._channel.close()
+        """End it; whoever waits for it is told."""
+        self._fail(WorkerLost())
         self._process.kill()
         self._process.wait()  # it was killed: this takes as long as the kernel needs
         self._progress.close()
 
-    async def _answer(self) -> dict[str, Any]:
-        while True:
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._channel, 65536)
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                raise self._death()
-            for head, _ in self._frames.feed(data):
-                return head
+    def _write(self) -> None:
+        """As much as the socket takes; the rest when it takes more."""
+        try:
+            sent = self._channel.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):  # it has ended: reading says how
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._channel, self._write)
+        else:
+            self._loop.remove_writer(self._channel)
+
+    def _read(self) -> None:
+        try:
+            data = self._channel.recv(65536)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._fail(self._death())
+            return
+        for head, _ in self._frames.feed(data):
+            if head["kind"] == "ready":
+                self._ready.set_result(head)
+                continue
+            self._answered += 1
+            answer = self._asked.popleft()
+            if not answer.done():
+                answer.set_result(head)
+            self._turn()
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """The worker turns to the first of what was asked."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._asked and self.failure is None:
+            self._turned_s = self._loop.time()
+            self._watch = self._loop.call_later(self._cpu_s, self._look)
+
+    def _look(self) -> None:
+        stage, question, cpu_before_s = self._progress.read()
+        used_s = 0.0
+        if question == self._answered + 1 and stage != IDLE:
+            used_s = procfs.usage([self.pid]).cpu_s - cpu_before_s
+        if used_s >= self._cpu_s:
+            self._fail(WorkerOverdue(stage))
+        elif self._loop.time() - self._turned_s >= _STARVED_FACTOR * self._cpu_s:
+            self._fail(WorkerStarved())
+        else:
+            self._watch = self._loop.call_later(max(self._cpu_s - used_s, _SHORTEST_WAIT_S), self._look)
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def _fail(self, failure: WorkerFailed) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self._loop.remove_reader(self._channel)
+        self._loop.remove_writer(self._channel)
+        self._channel.close()
+        self._turn()
+        asked = list(self._asked)
+        self._asked.clear()
+        told = [
+            (self._ready, failure),
+            *((answer, failure if n == 0 else WorkerLost()) for n, answer in enumerate(asked)),
+        ]
+        for answer, why in told:
+            if not answer.done():
+                answer.set_exception(why)
+                answer.exception()  # retrieved: nobody has to be waiting
 
     def _death(self) -> WorkerDied:
         """Its channel is closed, so it has ended or is about to."""
@@ -126,4 +211,4 @@ class MathProcess:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             code = 0
-        return WorkerDied(-code if code < 0 else 0, self._progress.stage)
+        return WorkerDied(-code if code < 0 else 0, self._progress.read()[0])

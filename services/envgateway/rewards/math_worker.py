@@ -42,15 +42,17 @@ def main() -> None:
     _restrict()
     channel.sendall(wire.encode({"kind": "ready"}))
     frames = wire.FrameReader()
+    question = 0
     while data := channel.recv(1 << 20):
         for _, (truth, completion) in frames.feed(data):
-            progress.begin()
+            question += 1
+            progress.begin(question)
             exhausted = False
             try:
                 outcome, detail = grade(truth.decode(), completion.decode(errors="replace"), progress)
             except (MemoryError, RecursionError) as error:
                 exhausted = True
-                outcome, detail = _exhausted(progress.stage, error)
+                outcome, detail = _exhausted(progress.read()[0], error)
             progress.reach(IDLE)
             worn = exhausted or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _WORN_BYTES
             told = {"outcome": outcome, "detail": detail[:_MAX_DETAIL], "exhausted": exhausted, "worn": worn}
