@@ -6,8 +6,9 @@
 - Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not one
   may be called right.
 - Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one Math-Verify
-  in this process times the number of workers. Each repeat has cases that neither side has seen before, so that nothing is
-  answered from memory; the sides take turns. Other work on the machine lowers it: see ``load_before``. ``throughput_ratio`` is ours / (workers x theirs).
+  in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves them on), and each
+  repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load_before``, and ``cpu_ratio``,
+  the CPU time of one Math-Verify over that of the pool, owner included, which says what is left of it on idle cores. ``throughput_ratio`` is ours / (workers x theirs).
 
 The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/, math_train/.
 
@@ -36,9 +37,10 @@ from services.common.config.envgateway import MathRewardConfig
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
+from services.envgateway.sandbox.bare import procfs
 
 _IN_FLIGHT = 64
-_REPEATS = 5
+_REPEATS = 9
 _SHOWN = 12
 
 
@@ -115,16 +117,21 @@ async def strictness(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[
     }
 
 
+def _cpu_s(pool: MathPool) -> float:
+    """CPU time of the pool: its workers' and this process's."""
+    return procfs.usage(pool.pids).cpu_s + time.process_time()
+
+
 async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers: int) -> dict[str, Any]:
     """Interleaved repeats over fresh cases; the first slice warms both sides up and counts for nothing."""
     size = len(cases) // (_REPEATS + 1)
-    ours, theirs, ratios = [], [], []
+    ours, theirs, ratios, cpu_ratios = [], [], [], []
     for repeat in range(_REPEATS + 1):
         part = cases[repeat * size : (repeat + 1) * size]
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), _cpu_s(pool)
         await graded(lambda case: pool.grade(case.truth, case.completion), part)
-        pool_s = time.perf_counter() - began
-        began = time.perf_counter()
+        pool_s, pool_cpu_s = time.perf_counter() - began, _cpu_s(pool) - cpu_began
+        began, cpu_began = time.perf_counter(), time.process_time()
         for case in part:
             direct.is_right(case, boxed_first=True)
         direct_s = time.perf_counter() - began
@@ -132,6 +139,7 @@ async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers:
             ours.append(size / pool_s)
             theirs.append(size / direct_s)
             ratios.append(ours[-1] / (workers * theirs[-1]))
+            cpu_ratios.append((time.process_time() - cpu_began) / pool_cpu_s)
             print(f"    {ours[-1]:6.0f}/s by {workers} workers, {theirs[-1]:6.0f}/s in process: {ratios[-1]:.2f}")
     ratio, spread = median_and_spread(ratios)
     return {
@@ -139,6 +147,7 @@ async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers:
         "theirs": statistics.median(theirs),
         "throughput_ratio": ratio,
         "throughput_spread": spread,
+        "cpu_ratio": statistics.median(cpu_ratios),
         "gradings_per_repeat": size,
     }
 
@@ -169,6 +178,7 @@ async def measure(data: Path, num_cases: int, num_traps: int, workers: int, seed
         workers=workers,
         cpus=os.cpu_count(),
         load_before=load,
+        sympy_cache=os.environ.get("SYMPY_USE_CACHE", "yes"),
         seed=seed,
         one_in_process=speed.pop("theirs"),
         **speed,
@@ -183,6 +193,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the pool")
     parser.add_argument("--cases", type=int, default=6000, help="completions of each part")
+    parser.add_argument("--sympy-cache", action="store_true", help="leave sympy's caches on")
     parser.add_argument("--seed", type=int, default=1, help="of the completions")
     arguments = parser.parse_args()
     if arguments.data is None or not arguments.data.is_dir():
@@ -191,6 +202,8 @@ def main() -> None:
         return
     num_cases = min(arguments.cases, 1200) if arguments.quick else arguments.cases
     num_traps = 400 if arguments.quick else 4000
+    if not arguments.sympy_cache:
+        os.environ["SYMPY_USE_CACHE"] = "no"  # before anything imports sympy; the workers are told, too
     asyncio.run(measure(arguments.data, num_cases, num_traps, arguments.workers, arguments.seed))
 
 

@@ -21,6 +21,7 @@ from services.envgateway.sandbox.bare import procfs, wire
 _ROOT = str(Path(__file__).resolve().parents[3])
 _STARVED_FACTOR = 6.0  # wall time over CPU time, before a slow grading is the machine's fault
 _SHORTEST_WAIT_S = 0.05
+_SWITCHES = ("SYMPY_USE_CACHE",)  # of the libraries that a worker uses
 
 
 class WorkerFailed(Exception):
@@ -73,7 +74,11 @@ class MathProcess:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)])},
+            env={
+                "PATH": os.defpath,
+                "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
+                **{name: os.environ[name] for name in _SWITCHES if name in os.environ},
+            },
             cwd="/",
             pass_fds=[theirs.fileno(), shared],
             start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
