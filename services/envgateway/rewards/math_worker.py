@@ -23,7 +23,7 @@ from typing import Any
 
 from services.envgateway.rewards.exactness import is_merely_near
 from services.envgateway.rewards.math_progress import ANSWER, IDLE, Progress
-from services.envgateway.sandbox.bare import seccomp, wire
+from services.envgateway.sandbox.bare import procfs, seccomp, wire
 
 MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300
@@ -54,7 +54,8 @@ def main() -> None:
                 exhausted = True
                 outcome, detail = _exhausted(progress.read()[0], error)
             progress.reach(IDLE)
-            worn = exhausted or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _WORN_BYTES
+            # what it holds now: the peak that the kernel tells is, after an exec, also that of who started us
+            worn = exhausted or procfs.resident_bytes(os.getpid()) > _WORN_BYTES
             told = {"outcome": outcome, "detail": detail[:_MAX_DETAIL], "exhausted": exhausted, "worn": worn}
             channel.sendall(wire.encode({"kind": "graded", **told}))
 
