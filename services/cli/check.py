@@ -155,9 +155,13 @@ def _check_data(where: str, config: DatasetConfig) -> None:
 
 
 def _check_workflow(recipe: Recipe) -> None:
+    from services.inference.scripts.registry import load_scripts
     from services.inference.workflows.registry import build_workflows
 
     build_workflows(recipe)
+    for service in recipe.inference.values():
+        if service.engine == "forced":
+            load_scripts(service.forced, recipe)
 
 
 def _check_models(recipe: Recipe) -> None:

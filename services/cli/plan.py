@@ -39,7 +39,8 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     if recipe.envgateway is not None:
         address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
         specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
-    trainers = [trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir)) for policy in recipe.policies]
+    trained = recipe.policies if recipe.run.steps else ()
+    trainers = [trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir)) for policy in trained]
     return [*specs, *services, *trainers]
 
 

@@ -82,6 +82,18 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
         shade = f"C{number}" if alone else color
         style = "-" if number == 0 or alone else "--"
         _line(axes[0, 0], "reward", "training step", _series(steps, "reward_mean"), f"{label} train", shade, style)
+        roles = sorted({key for row in steps for key in row if key.startswith("reward/")})
+        for place, role in enumerate(roles if alone and len(roles) > 1 else ()):
+            label_of_role = f"{label} {role.removeprefix('reward/')}"
+            _line(
+                axes[0, 0],
+                "reward",
+                "training step",
+                _series(steps, role),
+                label_of_role,
+                shade,
+                (":", "-.", "--")[place % 3],
+            )
         _line(
             axes[0, 1],
             "response length (tokens)",
@@ -145,7 +157,7 @@ def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bo
     by_sampling: dict[str, Points] = defaultdict(list)
     for row in rows:
         if row["kind"] == "evaluation" and row["versions"]:
-            by_sampling[row["name"].rpartition("/")[2]].append((max(row["versions"].values()), row["mean_reward"]))
+            by_sampling[row["name"].partition("/")[2]].append((max(row["versions"].values()), row["mean_reward"]))
     for number, (sampling, points) in enumerate(sorted(by_sampling.items())):
         points.sort()
         ax.plot(

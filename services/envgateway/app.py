@@ -15,6 +15,7 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.rpc.server import Server
+from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.worlds import make_worlds
@@ -114,6 +115,7 @@ class Gateway:
             **self._sandbox.gauges,
             **self.queue.gauges,
             "episodes_live": float(self._episodes.num_live),
+            "stalled_threads": float(THREADS.num_stalled),
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
             **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
             **{f"rewards_{name}": float(n) for name, n in self._rewards.counts.items()},

@@ -9,14 +9,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from services.envgateway.threads import DaemonThreads
+
 Result = TypeVar("Result")
+
+THREADS = DaemonThreads(64)  # of the whole process; what runs in them is mostly Python, so more would only take turns
 
 
 async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that it holds nobody up."""
+    """Await an async function; run a plain one in a thread, so that it holds nobody up, even when it never returns."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments)
-    result = await asyncio.to_thread(function, *arguments)
+    result = await THREADS.run(function, *arguments)
     return await result if inspect.isawaitable(result) else result
 
 

@@ -32,8 +32,9 @@ from services.envgateway.envs.base import Environment, EpisodeLostError, Observa
 
 log = structlog.get_logger()
 
-STEP_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they are told why
 _CLOSE_TIMEOUT_S = 5.0
+_CLOSED_AT_ONCE = 32
 _LONGEST_SWEEP_PAUSE_S = 5.0
 _REMEMBERED_LOSSES = 1024
 
@@ -84,6 +85,7 @@ class EpisodeManager:
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
+        self._closed = False
         self._lost: OrderedDict[str, str] = OrderedDict()  # why, for those who ask again
         self.counts: Counter[str] = Counter()
 
@@ -96,8 +98,11 @@ class EpisodeManager:
 
         Raises:
             CapacityError: as many episodes as allowed are live.
+            StateError: the gateway is stopping.
             UnknownEnvironmentError, InvalidRequestError, InfrastructureError: told by the environment.
         """
+        if self._closed:
+            raise StateError("the gateway is stopping")
         key = request_id or uuid.uuid4().hex
         start = self._starts.get(key)
         if start is None:
@@ -108,7 +113,7 @@ class EpisodeManager:
             start = asyncio.create_task(self._begin(key, environment, task, seed), name=f"create {environment}")
             self._starts[key] = start
             start.add_done_callback(lambda done: self._begun(key, done))
-        return await asyncio.shield(start)
+        return await _joined(start, "the gateway is stopping")
 
     async def step(self, episode_id: str, turn: int, action: str) -> StepResult:
         """Take one turn, counted from 1.
@@ -134,16 +139,10 @@ class EpisodeManager:
         if episode.running is None:
             episode.running_action = action
             episode.running = asyncio.create_task(self._take_turn(episode, action), name=f"step {episode_id}")
+            episode.running.add_done_callback(_look_at)
         elif episode.running_action != action:
             raise StateError(f"turn {turn} is being taken with another action")
-        return await self._joined(episode.running, episode_id)
-
-    async def _joined(self, turn: asyncio.Task[StepResult], episode_id: str) -> StepResult:
-        """Wait for a turn that goes on without its callers, and tell them apart from it when it is cancelled."""
-        await asyncio.wait([turn])
-        if turn.cancelled():
-            raise EpisodeNotFoundError(f"no episode {episode_id!r}: it was closed while a turn was being taken")
-        return turn.result()
+        return await _joined(episode.running, f"no episode {episode_id!r}: it was closed while a turn was being taken")
 
     async def close(self, episode_id: str) -> None:
         """End an episode; one that is unknown has ended already."""
@@ -152,8 +151,14 @@ class EpisodeManager:
             await self._end(episode, "closed")
 
     async def close_all(self) -> None:
-        for episode in list(self._episodes.values()):
-            await self._end(episode, "closed")
+        """End everything, also what is just beginning; nothing begins from here on."""
+        self._closed = True
+        beginning = [start for start in self._starts.values() if not start.done()]
+        for start in beginning:
+            start.cancel()
+        if beginning:
+            await asyncio.wait(beginning)
+        await self._end_some(list(self._episodes.values()), "closed")
 
     async def expire_forever(self) -> None:
         """Close what nobody steps any more. Ends by cancellation."""
@@ -164,7 +169,17 @@ class EpisodeManager:
     async def expire(self) -> None:
         now = self._clock()
         overdue = [e for e in self._episodes.values() if e.expires <= now and e.running is None]
-        await asyncio.gather(*(self._end(episode, "expired") for episode in overdue))
+        await self._end_some(overdue, "expired")
+
+    async def _end_some(self, episodes: list[_Episode], why: str) -> None:
+        """A few at a time: thousands that close at once would wait for each other beyond the time they have."""
+        ending = iter(episodes)
+
+        async def end_in_turn() -> None:
+            for episode in ending:
+                await self._end(episode, why)
+
+        await asyncio.gather(*(end_in_turn() for _ in range(min(_CLOSED_AT_ONCE, len(episodes)))))
 
     async def _begin(self, key: str, name: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
         environment = self._environments.build(name)
@@ -235,3 +250,17 @@ class EpisodeManager:
 
 class _EnvironmentFailed(EpisodeLostError):
     """The environment is in no state to go on."""
+
+
+async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:
+    """Wait for work that goes on without its callers. That somebody ended it does not cancel them: it is told."""
+    await asyncio.wait([work])
+    if work.cancelled():
+        raise EpisodeNotFoundError(when_cancelled)
+    return work.result()
+
+
+def _look_at(turn: asyncio.Task[StepResult]) -> None:
+    """Its callers may all have left: then nobody else asks how it ended, and asyncio would complain."""
+    if not turn.cancelled():
+        turn.exception()

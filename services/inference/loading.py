@@ -19,6 +19,7 @@ from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.policies import ServedPolicy
+from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
 OnTokens = Callable[[int, float], None]
@@ -47,7 +48,7 @@ def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_
     """Build one policy; takes seconds with a model. Raises ``ConfigError`` or ``ModelMismatchError``."""
     if config.engine == "scripted":
         return _load_scripted(policy, settings, config, on_tokens)
-    if config.engine == "torch":
+    if config.engine in ("torch", "forced"):
         return _load_torch(policy, settings, config, on_tokens)
     raise ConfigError(f"inference: engine {config.engine} cannot be started by this version; write engine: torch")
 
@@ -73,12 +74,16 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     import torch
 
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.forced import ForcedEngine
     from services.inference.engine.torch_engine import TorchEngine
     from services.inference.weights.fetcher import SourceFetcher
     from services.inference.weights.mirror import Mirror
     from services.inference.weights.relay import Relay
     from services.inference.weights.updater import WeightUpdater
 
+    script = None
+    if config.engine == "forced":  # before the model: a wrong setting costs a second
+        script = load_scripts(config.forced, settings.recipe)
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
@@ -103,7 +108,8 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = TorchEngine(
+    kind = TorchEngine if script is None else ForcedEngine
+    engine = kind(
         model,
         num_slots=config.engine_slots or config.num_slots,
         context_length=context_length,
@@ -111,7 +117,9 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
         device=device,
         on_tokens=on_tokens,
     )
-    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length)
+    served = ServedPolicy(
+        name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script
+    )
     relay = Relay(mirror)
     fetcher = SourceFetcher(lambda: settings.run_id, section.weights.transports, relay)
     return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, fetcher), relay=relay)

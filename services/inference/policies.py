@@ -10,6 +10,7 @@ from services.common.chat import Chat
 from services.common.types import Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest
 from services.inference.gauges import WaitShares
+from services.inference.scripts.base import Scene, ScriptBook
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -22,18 +23,25 @@ class ServedPolicy:
     engine: Engine
     chat: Chat
     context_length: int
+    script: ScriptBook | None = None  # chooses what a forced engine says, in training and in evaluation
 
 
 class RolloutPolicy:
-    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers, whatever runs beside them."""
+    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers, whatever runs beside them.
 
-    __slots__ = ("_num_requests", "_policy", "_request_prefix", "_seed", "_waits")
+    ``scene`` is the rollout as scripts see it; only a policy with a script asks it what to say.
+    """
 
-    def __init__(self, policy: ServedPolicy, *, request_prefix: str, seed: int, waits: WaitShares) -> None:
+    __slots__ = ("_num_requests", "_policy", "_request_prefix", "_scene", "_seed", "_waits")
+
+    def __init__(
+        self, policy: ServedPolicy, *, request_prefix: str, seed: int, waits: WaitShares, scene: Scene | None = None
+    ) -> None:
         self._policy = policy
         self._request_prefix = request_prefix
         self._seed = seed
         self._waits = waits
+        self._scene = scene
         self._num_requests = 0
 
     @property
@@ -57,9 +65,18 @@ class RolloutPolicy:
             sampling=sampling,
             stop_token_ids=self._policy.chat.stop_token_ids,
             seed=(self._seed + number) & _SEED_MASK,
+            forced_ids=self._words_to_say(prompt_ids),
         )
         began = time.perf_counter()
         try:
-            return await self._policy.engine.generate(request)
+            generation = await self._policy.engine.generate(request)
         finally:
             self._waits.add("generation", time.perf_counter() - began)
+        if request.forced_ids is not None and self._scene is not None:
+            self._scene.heard(self.name, self.chat.decode(generation.token_ids))
+        return generation
+
+    def _words_to_say(self, prompt_ids: Sequence[int]) -> tuple[int, ...] | None:
+        if self._policy.script is None or self._scene is None:
+            return None
+        return self._scene.forced_ids(self._policy.script, self.name, self.chat, prompt_ids)

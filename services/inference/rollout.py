@@ -35,6 +35,7 @@ from services.common.errors import (
 from services.common.types import Purpose, RolloutFailure, TaskGroupOrder, Trajectory
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.scripts.base import Scene
 from services.inference.workflows.base import Gateway, Outcome, Workflow, WorkflowContext
 
 log = structlog.get_logger(__name__)
@@ -232,8 +233,9 @@ class RolloutPlayer:
         self._check_versions(order.required_versions)
         slot = f"{order.task_group_id}/{index}"
         seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
+        scene = Scene(order.task, order.purpose, seed)
         policies = {
-            name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits)
+            name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits, scene=scene)
             for name, policy in self._policies.items()
             if not order.policies or name in order.policies
         }

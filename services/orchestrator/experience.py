@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.config.policy import BatchConfig
@@ -31,6 +31,14 @@ class StepStatistics:
     num_failures: int = 0
     num_groups_equal: int = 0
     num_expired: int = 0
+    roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
+
+    def note_roles(self, policy: str, trajectory: Trajectory) -> None:
+        for sequence in trajectory.sequences:
+            if sequence.policy == policy:
+                role = f"{sequence.role}/{sequence.attempt}"
+                total, count = self.roles.get(role, (0.0, 0))
+                self.roles[role] = (total + sequence.reward, count + 1)
 
     def summary(self) -> dict[str, float]:
         """Without ``reward_mean`` when no trajectory came in since."""
@@ -41,6 +49,7 @@ class StepStatistics:
         }
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
+        values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
         return values
 
 
@@ -91,8 +100,10 @@ class Experience:
             self.admission.resolved(_sequences_per_policy([outcome]), policies)
         else:
             self.admission.given_up(1, policies)
-        for statistics in (self._since_batch[policy] for policy in policies):
+        for policy in policies:
+            statistics = self._since_batch[policy]
             if isinstance(outcome, Trajectory):
+                statistics.note_roles(policy, outcome)
                 statistics.reward_sum += outcome.reward
                 statistics.num_trajectories += 1
             else:

@@ -138,6 +138,7 @@ class Ring:
     def join_replica(self, hello: Hello) -> Replica:
         replica = self.pool.join(hello)
         log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
+        self._adopt_checkpoints(hello.held)
         self.dispatcher.adopt(replica, hello.running)
         self.dispatcher.rejoined(replica)
         if self.control.ended:
@@ -145,6 +146,18 @@ class Ring:
         elif replica.draining:
             self.pool.send(replica, LeavePool("draining"))
         return replica
+
+    def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
+        """A run that only evaluates has no trainer to publish version 0: the first replica says what it loaded, and every
+        other must hold the same."""
+        for policy, found in held.items() if not self.num_steps else ():
+            if policy in self.ledgers and self.ledgers[policy].newest is None and found.number == 0:
+                self._adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
+
+    def _adopt(self, version: WeightVersion) -> None:
+        self.journal.submit(records.VERSION, f"{version.policy}/0", lambda: records.version_to_json(version, 0, {}))
+        self.apply_version(version, {})
+        self._changed.set()
 
     def report_replica(
         self,

@@ -97,7 +97,7 @@ class MathRewardConfig(Section):
     num_workers: int = Field(default=1, ge=1)
     """Math-Verify processes; started on first use."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """A grading that takes longer is killed: a grader failure, not a wrong answer."""
+    """CPU time of one grading. An answer that takes more is worth nothing, and its worker is replaced."""
 
 
 class QueueConfig(Section):

@@ -37,7 +37,8 @@ class AlfworldConfig(Section):
 
 class TextworldConfig(Section):
     games: Path | None = None
-    """Folder of game files (`.z8`, `.ulx`). A task's `index` counts in its sorted list."""
+    """Folder of game files (`.z8`; a `.json` of the same name beside it tells the possible actions). A task's `index`
+    counts in its sorted list. Left out: games are made, and the `index` is their seed."""
     cache: Path | None = None
     """Folder of games that are made on the fly; left out, one below the system's temporary folder."""
     max_turns: int = Field(default=50, ge=1)

@@ -1,7 +1,8 @@
 """From a recipe file to a validated ``Recipe``: extends, overrides, variables, and errors that say what to write.
 
-Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, environment
-variables for ports and GPUs. ``defaults`` go below all of these (``config.defaults``). Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
+Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, a ``--profile``, the
+overrides again, environment variables for ports and GPUs. ``defaults`` go below all of these (``config.defaults``).
+Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
 ``../`` is a path relative to the file that holds it.
 
 Imports neither torch nor grpc: a typo costs a second, not a night.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,18 @@ from services.common.errors import ConfigError
 
 RESOLVED = "recipe.json"
 
+Profile = Callable[[dict[str, Any]], dict[str, Any]]
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> Recipe:
+
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    profile: Profile | None = None,
+) -> Recipe:
     """Read and validate a recipe (a file, or a directory that holds ``recipe.yaml``).
+
+    ``profile`` transforms the whole of it; overrides count before it and, but for ``data``, once more after it.
 
     Raises:
         ConfigError: with one line per problem: the path in the recipe, what is wrong, what to write instead.
@@ -37,6 +47,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), environment: Mapping[
     tree = _read(_recipe_file(path), seen=())
     for override in overrides:
         _apply_override(tree, override)
+    if profile is not None:
+        tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
+        for override in overrides:
+            if not override.strip().startswith("data."):  # the profile has replaced whole datasets
+                _apply_override(tree, override)
     _apply_variables(tree, environment)
     return validate(spread_defaults(tree), source=str(path))
 

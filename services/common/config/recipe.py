@@ -30,8 +30,8 @@ class RunConfig(Section):
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
     """Seeds data order, sampling and initial weights."""
-    steps: int = Field(default=100, ge=1)
-    """Training steps of each policy, each one published version."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
 

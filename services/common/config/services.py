@@ -55,13 +55,26 @@ class ScriptedEngineConfig(Section):
     """Random token ids lie below this."""
 
 
+class ForcedEngineConfig(Section):
+    script: str | None = None
+    """What the policies say: a built-in workflow's name, or the import path of a function from a cue
+    (`services.inference.scripts.base.Cue`) to text. Left out, the built-in one of the recipe's workflow."""
+    right_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of rollouts in which the built-in scripts give the reference answer or the expert's actions."""
+    num_words: int = Field(default=8, ge=0)
+    """Meaningless words before an answer, different in each rollout; none where `reward` is a function of the recipe's."""
+    seed: int = 0
+    """Seeds the script together with `run.seed`."""
+
+
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
     """Bind address. Only loopback is allowed."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
-    engine: Literal["torch", "scripted", "sglang"] = "torch"
-    """`torch`: embedded, CPU or one GPU. `scripted`: no model, for tests and simulations. `sglang`: many GPUs."""
+    engine: Literal["torch", "forced", "scripted", "sglang"] = "torch"
+    """`torch`: embedded, CPU or one GPU. `forced`: the same, over tokens that a script chooses instead of sampling, for
+    trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`: many GPUs."""
     policies: list[str] = []
     """Policies that this service serves; empty means all."""
     num_slots: int = Field(default=64, ge=1)
@@ -86,6 +99,8 @@ class InferenceConfig(Section):
     """Settings of the scripted engine."""
     sglang: SglangConfig = SglangConfig()
     """Settings of the SGLang engines."""
+    forced: ForcedEngineConfig = ForcedEngineConfig()
+    """Settings of the forced engine."""
 
 
 class WarmStartConfig(Section):

@@ -8,11 +8,17 @@ from services.common.errors import ConfigError, UnknownEnvironmentError
 from services.common.importing import load_object
 from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, IndexedWorld, World
 from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
+from services.envgateway.envs.rooms.environment import RoomsEnvironment
 from services.envgateway.envs.single_step import SingleStep
 from services.envgateway.envs.tool_calls import ToolCalls
 from services.envgateway.envs.tool_loop import ToolLoop
 
-ENVIRONMENTS: dict[str, EnvironmentFactory] = {"single_step": SingleStep, "tool": ToolLoop, "tools": ToolCalls}
+ENVIRONMENTS: dict[str, EnvironmentFactory] = {
+    "rooms": RoomsEnvironment,
+    "single_step": SingleStep,
+    "tool": ToolLoop,
+    "tools": ToolCalls,
+}
 
 
 class EnvironmentRegistry:

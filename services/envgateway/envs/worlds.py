@@ -7,23 +7,33 @@ import importlib.util
 from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.envs.base import World
+from services.envgateway.envs.textworld.world import TextworldWorld
 from services.envgateway.envs.webshop.world import WebshopWorld
 
 
 def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
     """By name: a world, or why there is none. Raises ``ConfigError`` for settings that cannot work."""
-    return {"alfworld": _alfworld(config), "webshop": _webshop(config)}
+    return {"alfworld": _alfworld(config), "textworld": _textworld(config), "webshop": _webshop(config)}
 
 
 def _alfworld(config: EnvGatewayConfig) -> World | str:
     data = config.alfworld.data
-    if importlib.util.find_spec("alfworld") is None or importlib.util.find_spec("textworld") is None:
+    if importlib.util.find_spec("alfworld") is None:
         return "its engine is not installed: pip install 'millrace[alfworld]'"
     if data is None:
         return "write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1"
     if not data.is_dir():
         return f"envgateway.alfworld.data: there is no folder {data.absolute()}"
     return AlfworldWorld(config.alfworld, data)
+
+
+def _textworld(config: EnvGatewayConfig) -> World | str:
+    games = config.textworld.games
+    if importlib.util.find_spec("textworld") is None:
+        return "its engine is not installed: pip install 'millrace[textworld]'"
+    if games is not None and not games.is_dir():
+        return f"envgateway.textworld.games: there is no folder {games.absolute()}"
+    return TextworldWorld(config.textworld)
 
 
 def _webshop(config: EnvGatewayConfig) -> World | str:

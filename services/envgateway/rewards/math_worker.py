@@ -4,56 +4,108 @@ Runs on its own so that it can be killed: a power tower or a pathological parse 
 timeouts are signals, which need the main thread. It keeps no deadline itself; its owner does.
 
     owner → worker   {"kind": "grade"} + truth, completion
-    worker → owner   {"kind": "ready"} once, then {"kind": "graded", "outcome", "detail"} each
+    worker → owner   {"kind": "ready"} once, then {"kind": "graded", "outcome", "detail", "exhausted", "worn"} each
+
+``exhausted``: the grading has used up memory or stack. ``worn`` asks to be replaced.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import resource
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from services.envgateway.rewards.exactness import is_merely_near
+from services.envgateway.rewards.math_progress import ANSWER, IDLE, Progress
 from services.envgateway.sandbox.bare import seccomp, wire
 
-MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300
+_WORN_BYTES = 512 << 20
+_PR_SET_PDEATHSIG = 1
+
+Verdict = tuple[str, str]  # outcome, detail
+Grade = Callable[[str, str, Progress], Verdict]
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
+    progress = Progress(int(sys.argv[2]))
+    _die_with(int(sys.argv[3]))
     grade = _load_grader()
     _restrict()
     channel.sendall(wire.encode({"kind": "ready"}))
     frames = wire.FrameReader()
     while data := channel.recv(1 << 20):
         for _, (truth, completion) in frames.feed(data):
-            outcome, detail = grade(truth.decode(), completion.decode(errors="replace"))
-            channel.sendall(wire.encode({"kind": "graded", "outcome": outcome, "detail": detail[:_MAX_DETAIL]}))
+            progress.begin()
+            exhausted = False
+            try:
+                outcome, detail = grade(truth.decode(), completion.decode(errors="replace"), progress)
+            except (MemoryError, RecursionError) as error:
+                exhausted = True
+                outcome, detail = _exhausted(progress.stage, error)
+            progress.reach(IDLE)
+            worn = exhausted or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _WORN_BYTES
+            told = {"outcome": outcome, "detail": detail[:_MAX_DETAIL], "exhausted": exhausted, "worn": worn}
+            channel.sendall(wire.encode({"kind": "graded", **told}))
 
 
-def _load_grader() -> Any:
+def _exhausted(stage: int, error: BaseException) -> Verdict:
+    what = f"grading ended with {type(error).__name__}"
+    return ("unparsed", what) if stage == ANSWER else ("grader_failed", f"{what}, in the reference answer")
+
+
+def _load_grader() -> Grade:
     logging.disable(logging.WARNING)  # Math-Verify warns on every call that its timeouts are off
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     settings = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]  # boxed answers first
 
-    def grade(truth: str, completion: str) -> tuple[str, str]:
+    def is_right(gold: Any, answer: Any) -> bool:
+        return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+
+    def grade(truth: str, completion: str, progress: Progress) -> Verdict:
+        gold = parse(truth, settings, parsing_timeout=None) if "$" in truth or "\\boxed" in truth else []
+        gold = gold or parse(f"${truth}$", settings, parsing_timeout=None)
+        if not gold:
+            return "grader_failed", "the reference answer cannot be parsed"
+        progress.reach(ANSWER)
+        answer = parse(completion, settings, parsing_timeout=None)
+        if not answer:
+            return "unparsed", "no answer found"
         try:
-            gold = parse(truth, settings, parsing_timeout=None) if "$" in truth or "\\boxed" in truth else []
-            gold = gold or parse(f"${truth}$", settings, parsing_timeout=None)
-            if not gold:
-                return "grader_failed", "the reference answer cannot be parsed"
-            answer = parse(completion, settings, parsing_timeout=None)
-            if not answer:
-                return "unparsed", "no answer found"
-            correct = verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-        except Exception as error:  # noqa: BLE001 - whatever sympy raises on a stranger's formula is the grader's failure
-            return "grader_failed", f"{type(error).__name__}: {error}"
-        return ("correct", "") if correct else ("wrong", "")
+            if not is_right(gold, answer):
+                return "wrong", ""
+            return ("wrong", "near, and not equal") if is_merely_near(gold, answer) else ("correct", "")
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - sympy may raise anything on a stranger's formula
+            return _not_compared(gold, error)
+
+    def _not_compared(gold: Any, error: Exception) -> Verdict:
+        """Whose fault it is: a reference answer that equals itself is fine, so the policy's is not."""
+        told = f"{type(error).__name__}: {error}"
+        try:
+            fine = is_right(gold, gold)
+        except Exception:  # noqa: BLE001 - as above
+            fine = False
+        return ("wrong", told) if fine else ("grader_failed", f"the reference answer cannot be compared: {told}")
 
     return grade
+
+
+def _die_with(owner: int) -> None:
+    """A worker that is busy for ever must not outlive the gateway."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != owner:
+        sys.exit("the owner has gone")
 
 
 def _restrict() -> None:

@@ -60,7 +60,8 @@ class Notebook:
         self._config = config
         self._process: LiveProcess | None = None
         self._has_state = False
-        self._lost = ""  # why what earlier cells defined is gone, until it was told
+        self._lost = ""  # why what earlier cells defined is gone by their own doing, until it was told
+        self._broken = ""  # why it is gone through no fault of theirs: there is no going on
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one cell.
@@ -74,7 +75,9 @@ class Notebook:
         unusable = why_unusable(code)
         if unusable:
             return ToolResult(status=ToolStatus.INVALID_ARGUMENTS, text=f"Error: {unusable}")
-        self._notice_an_end()
+        await self._notice_an_end()
+        if self._broken:
+            raise StateLostError(self._broken)
         if self._process is None:
             self._process = await LiveProcess.start(self._slots, self._config, code)
         result = await self._process.run(code)
@@ -90,10 +93,11 @@ class Notebook:
         if process is not None:
             await process.close()
 
-    def _notice_an_end(self) -> None:
+    async def _notice_an_end(self) -> None:
         """The process may have ended since the last call: a limit of its life, a thread that left."""
         ended = self._process.ended if self._process is not None else None
         if ended is not None:
+            await self.close()
             status = self._status(ended.status, ended.detail)
             self._forget(_WHY.get(status, ended.detail or "it ended between two calls"))
 
@@ -101,9 +105,10 @@ class Notebook:
         known = STATUS.get(status)
         if known is not None:
             return known
-        had_state, self._has_state, self._process = self._has_state, False, None
-        if had_state:
-            raise StateLostError(f"the process of jupyter_code was lost: {detail or status.value}")
+        self._process = None
+        if self._has_state:
+            self._broken = f"the process of jupyter_code was lost: {detail or status.value}"
+            raise StateLostError(self._broken)
         raise InfrastructureError(f"the sandbox failed: {detail or status.value}")
 
     def _forget(self, why: str) -> None:
@@ -117,7 +122,7 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
     if result.alive:
         text = shown_output(status, stdout, stderr, wall_s=result.wall_s)
     else:
-        told = stderr if status is not ToolStatus.PROGRAM_ERROR else f"{stderr}\nError: {result.detail}"
+        told = "\n".join(part for part in (stderr.rstrip(), f"Error: {result.detail}") if part)
         text = shown_output(status, stdout, told, wall_s=result.wall_s)
         text += "\n(the process was ended; what earlier cells defined is gone)"
     return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text

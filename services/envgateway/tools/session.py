@@ -70,13 +70,13 @@ class ToolSession:
         problem = problem_with(arguments, tool.tool.parameters)
         if problem is not None:
             wrong = ToolResult(status=ToolStatus.INVALID_ARGUMENTS, text=f"Error: {problem}")
-            return self._counted(wrong, began, tool)
+            return self._counted(wrong, began, name)
         try:
             result = await self._run(tool, arguments)
         except MillraceError:
             self._box.counts["infrastructure"] += 1
             raise
-        return self._counted(result, began, tool)
+        return self._counted(result, began, name, tool.config)
 
     def metrics(self) -> dict[str, float]:
         """Of all calls so far; see ``ToolStatistics``."""
@@ -91,11 +91,13 @@ class ToolSession:
             except Exception as error:  # a user's tool may raise anything; the others are closed all the same
                 log.warning("tool.close_failed", tool=name, exc_info=error)
 
-    def _counted(self, result: ToolResult, began: float, tool: RegisteredTool | None = None) -> ToolResult:
-        name = tool.tool.name if tool is not None else ""
-        self._statistics.count(result.status, time.perf_counter() - began, name)
+    def _counted(
+        self, result: ToolResult, began: float, tool: str = "", config: ToolConfig | None = None
+    ) -> ToolResult:
+        """What a tool says is cut as its config has it; what we say of a call that no tool has seen, as by default."""
+        self._statistics.count(result.status, time.perf_counter() - began, tool)
         self._box.counts[result.status] += 1
-        return cut_result(result, tool.config if tool is not None else ToolConfig(), self._max_chars)
+        return cut_result(result, config or ToolConfig(), self._max_chars)
 
     async def _run(self, tool: RegisteredTool, arguments: Mapping[str, Any]) -> ToolResult:
         name = tool.tool.name

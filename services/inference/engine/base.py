@@ -19,7 +19,7 @@ from services.inference.engine.weight_update import WeightUpdate
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled (it is the last token of the result)
-    LENGTH = "length"  # max_new_tokens, or the context, ran out
+    LENGTH = "length"  # max_new_tokens, the context, or what was to be said ran out
     ABORTED = "aborted"
 
 
@@ -39,6 +39,8 @@ class GenerationRequest:
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
+    forced_ids: tuple[int, ...] | None = None
+    """What to say instead of sampling, one token per decoding step. The forced engine asks for it, others refuse it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,7 @@ class Core:
     def _place(self, entry: Entry, slot: int, prompt: Any, cached: int) -> None:
         request = entry.request
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        self.table.occupy(slot, prompt, cached, request.sampling, request.stop_token_ids, seed)
+        self.table.occupy(slot, prompt, cached, request.sampling, request.stop_token_ids, seed, request.forced_ids)
         self._rows[slot] = entry
         entry.slot = slot
         entry.marks.append((len(prompt), self.version, False))

@@ -9,8 +9,13 @@ from services.common.errors import InvalidRequestError, PromptTooLongError
 from services.inference.engine.base import GenerationRequest
 
 
-def check_request(request: GenerationRequest, *, context_length: int, vocab_size: int | None = None) -> None:
-    """``PromptTooLongError`` or ``InvalidRequestError`` with the value that is wrong; no vocabulary, no id check."""
+def check_request(
+    request: GenerationRequest, *, context_length: int, vocab_size: int | None = None, forced: bool = False
+) -> None:
+    """``PromptTooLongError`` or ``InvalidRequestError`` with the value that is wrong; no vocabulary, no id check.
+
+    ``forced`` says that the engine takes its tokens from the request rather than from a distribution.
+    """
     num_prompt = len(request.prompt_ids)
     sampling = request.sampling
     if num_prompt >= context_length:
@@ -36,5 +41,21 @@ def check_request(request: GenerationRequest, *, context_length: int, vocab_size
         problem = f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
     elif sampling.top_k < 0:
         problem = f"top_k is {sampling.top_k}; it must be 0 (off) or more"
+    elif forced:
+        problem = _problem_with_forced(request, vocab_size)
+    elif request.forced_ids is not None:
+        problem = "it says which tokens to emit, and this engine chooses them itself; write engine: forced"
     if problem:
         raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
+
+
+def _problem_with_forced(request: GenerationRequest, vocab_size: int | None) -> str:
+    tokens = request.forced_ids
+    if not tokens:
+        return "it does not say which tokens to emit, and the forced engine samples none"
+    if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return f"the forced tokens reach outside 0…{vocab_size - 1}"
+    early = tokens[: request.sampling.min_new_tokens]
+    if any(token in request.stop_token_ids for token in early):
+        return f"the forced tokens stop before min_new_tokens ({request.sampling.min_new_tokens})"
+    return ""

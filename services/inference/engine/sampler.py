@@ -4,6 +4,9 @@ Order: stop tokens suppressed while ``min_new_tokens`` is not reached, temperatu
 does), then renormalisation over what is left. Temperature 0 takes the argmax and reports the log-softmax at
 temperature 1 there; top-k and top-p do not apply to it.
 
+A row may force its token instead of drawing it. Its log-probability is that of the same distribution when the token
+is among those kept; otherwise the token is kept beside them, and the distribution renormalised over both.
+
 Randomness is a hash of (seed of the request, index of the token), not a generator with state: a request draws
 the same uniform numbers whatever runs beside it. The sampled tokens are then the same too, unless another batch
 shape rounds the logits differently within about 1e-6 of the boundary between two tokens.
@@ -32,6 +35,7 @@ class SamplingRows:
     suppress_stop: npt.NDArray[np.bool_]
     stop_ids: npt.NDArray[np.int64]  # [num_rows, most stop tokens], padded with -1
     uniform: npt.NDArray[np.float64]  # in [0, 1)
+    forced: npt.NDArray[np.int64] | None = None  # the token to take, -1 where one is drawn; None when all are drawn
 
 
 def uniform_noise(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -58,10 +62,15 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int
     if (rows.temperature != 1).any():
         divisor = np.where(greedy, np.float32(1), rows.temperature)
         logits /= torch.from_numpy(divisor).to(device)[:, None]
+    forced = None if rows.forced is None else torch.from_numpy(rows.forced).to(device)[:, None]
+    wanted = None if forced is None else logits.gather(1, forced.clamp(min=0))
     filtered = ((rows.top_p < 1) | (rows.top_k > 0)) & ~greedy
     if filtered.any():
         which = torch.from_numpy(np.flatnonzero(filtered)).to(device)
         logits[which] = _keep_top(logits[which], rows.top_k[filtered], rows.top_p[filtered])
+    if forced is not None and wanted is not None:
+        place = forced.clamp(min=0)
+        logits.scatter_(1, place, torch.where(forced >= 0, wanted, logits.gather(1, place)))
     top = logits.amax(dim=-1, keepdim=True)
     # Inverse CDF in float64: one uniform number per token instead of one per vocabulary entry, and exact in the tail.
     cdf = torch.cumsum((logits - top).exp_(), dim=-1, dtype=torch.float64)  # [num_rows, vocabulary]
@@ -70,6 +79,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[npt.NDArray[np.int
     token = torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[1] - 1)
     if greedy.any():
         token = torch.where(torch.from_numpy(greedy).to(device)[:, None], logits.argmax(dim=-1, keepdim=True), token)
+    if forced is not None:
+        token = torch.where(forced >= 0, forced, token)
     logprob = (logits.gather(1, token) - top).double() - total.log()
     return token[:, 0].cpu().numpy(), logprob[:, 0].float().cpu().numpy()
 

@@ -39,6 +39,9 @@ class SlotTable:
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._seed = np.zeros(num_slots, dtype=np.uint64)
         self._stop_ids = np.full((num_slots, 1), -1, dtype=np.int64)
+        # [num_slots, context_length] tokens to say at the positions where they will stand, -1 where one is drawn; made
+        # when the first request forces any.
+        self._forced: npt.NDArray[np.int32] | None = None
         self._clock = 0
 
     # -- choosing -------------------------------------------------------------------------------------------
@@ -84,6 +87,7 @@ class SlotTable:
         sampling: Sampling,
         stops: tuple[int, ...],
         seed: int,
+        forced: tuple[int, ...] | None = None,
     ) -> None:
         num_prompt = len(prompt)
         self._clock += 1
@@ -106,6 +110,13 @@ class SlotTable:
             self._stop_ids = wider
         self._stop_ids[slot] = -1
         self._stop_ids[slot, : len(stops)] = stops
+        if forced is not None and self._forced is None:
+            self._forced = np.full((self.num_slots, self.context_length), -1, dtype=np.int32)
+        if self._forced is not None:
+            self._forced[slot] = -1
+        if forced is not None and self._forced is not None:
+            end = self.max_length[slot] = min(int(self.max_length[slot]), num_prompt + len(forced))
+            self._forced[slot, num_prompt:end] = forced[: end - num_prompt]
 
     def release(self, slot: int) -> None:
         """The request is over; what the slot holds stays as a cache, unless older weights computed part of it."""
@@ -123,6 +134,7 @@ class SlotTable:
     def moved(self, sources: list[int], targets: list[int]) -> None:
         """Rows ``sources`` are now at ``targets``; the two are permutations of each other."""
         for column in (
+            *(() if self._forced is None else (self._forced,)),
             *(self.tokens, self.logprobs, self.length, self.cached, self.live, self.mixed, self._last_used),
             *(self._min_length, self.max_length, self._prompt_length, self._temperature, self._top_p, self._top_k),
             *(self._seed, self._stop_ids),
@@ -146,7 +158,15 @@ class SlotTable:
             suppress_stop=live & (length < self._min_length[:num_rows]),
             stop_ids=self._stop_ids[:num_rows],
             uniform=uniform_noise(self._seed[:num_rows], length - self._prompt_length[:num_rows]),
+            forced=self._forced_next(live, length),
         )
+
+    def _forced_next(self, live: npt.NDArray[np.bool_], length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        if self._forced is None:
+            return None
+        # A free row may be full; a live one always has room for its next token.
+        place = np.minimum(length, self.context_length - 1)
+        return np.where(live, self._forced[np.arange(len(live)), place], -1).astype(np.int64)
 
     def append(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]

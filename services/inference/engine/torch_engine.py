@@ -16,7 +16,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import structlog
 import torch
@@ -42,6 +42,8 @@ class TorchEngine:
 
     ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time.
     """
+
+    takes_forced_tokens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -75,7 +77,12 @@ class TorchEngine:
         self._thread.start()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        check_request(request, context_length=self._context_length, vocab_size=self._core.decoder.vocab_size)
+        check_request(
+            request,
+            context_length=self._context_length,
+            vocab_size=self._core.decoder.vocab_size,
+            forced=self.takes_forced_tokens,
+        )
         waiter = _Waiter()
         entry = Entry(request=request, done=lambda outcome: self._finished.append((waiter, outcome)))
         self._post(lambda: self._core.submit(entry), waiter)

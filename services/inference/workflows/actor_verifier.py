@@ -4,7 +4,7 @@
                 '-----reject--> solve again, with the verifier's words --> done
 
 Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict agrees with the correctness of
-the first solution, else 0, also when it cannot be read. The rollout counts, in evaluation, by its last solution.
+the first solution, else 0, also when it cannot be read or was cut short by its budget. The rollout counts, in evaluation, by its last solution.
 A verification whose prompt does not fit the context is left out, and so is a second try: that is no failure of what
 was sampled before it.
 """
@@ -94,7 +94,9 @@ class ActorVerifier:
         if review is None:
             return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
         check, words = review
-        verdict = read_verdict(words.text)
+        verdict = (
+            read_verdict(words.text) if words.ended else Verdict.UNPARSED
+        )  # a review cut short ends with no verdict
         agrees = verdict is not Verdict.UNPARSED and (verdict is Verdict.APPROVE) == (first_reward.value > 0)
         sequences.append(
             check.sequence(

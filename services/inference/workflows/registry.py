@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from services.common.config.base import Section
 from services.common.config.data import WorkflowConfig
 from services.common.config.explain import explain
 from services.common.config.recipe import Recipe
@@ -76,12 +77,16 @@ def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], rec
                 )
 
 
+def workflow_settings(config: WorkflowConfig, where: str = "workflow") -> Section:
+    """The settings of a workflow, checked and with their defaults; ``where`` names the section in errors."""
+    settings = load_workflow(config.name).Settings
+    try:
+        return settings.model_validate(config.settings)
+    except ValidationError as error:
+        lines = explain(error, settings)
+        raise ConfigError("\n".join(f"{where}.settings.{line}" for line in lines)) from None
+
+
 def build_workflow(config: WorkflowConfig, where: str = "workflow") -> Workflow:
     """One workflow, its settings checked; ``where`` names the section in errors."""
-    workflow = load_workflow(config.name)
-    try:
-        settings = workflow.Settings.model_validate(config.settings)
-    except ValidationError as error:
-        lines = explain(error, workflow.Settings)
-        raise ConfigError("\n".join(f"{where}.settings.{line}" for line in lines)) from None
-    return workflow(settings)
+    return load_workflow(config.name)(workflow_settings(config, where))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -11,8 +12,12 @@ import pytest
 
 from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
+from services.envgateway.rewards import math_pool as math_pool_module
+from services.envgateway.rewards import math_process
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.math_process import WorkerDied, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards.math_progress import ANSWER, TRUTH
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 
@@ -53,6 +58,17 @@ GOLDEN = [
     (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", R.CORRECT),
     (r"$\frac{3}{4}$", r"\boxed{\frac{3}{4}}", R.CORRECT),
     ("3", r"\boxed{2} or \boxed{3}", R.WRONG),
+    ("0.0000001", r"\boxed{0.0000002}", R.WRONG),
+    ("10000", r"\boxed{9999.9999999}", R.WRONG),
+    ("10000", r"\boxed{10000.01}", R.WRONG),
+    ("27.0", r"\boxed{27}", R.CORRECT),
+    ("2.5", "it is 2.50", R.CORRECT),
+    (r"\pi", r"\boxed{3.1416}", R.WRONG),
+    (r"\frac{1}{3}", "so 0.333333", R.CORRECT),
+    (r"(-\infty, 3]", r"\boxed{(-\infty,3]}", R.CORRECT),
+    (r"(1,2)", r"\boxed{(2,1)}", R.WRONG),
+    (r"50\%", r"\boxed{0.5}", R.CORRECT),
+    (r"x=5", r"\boxed{5}", R.CORRECT),
     ("7", "I do not know.", R.UNPARSED),
     ("2", r"\boxed{", R.UNPARSED),
     ("2", "", R.UNPARSED),
@@ -72,30 +88,112 @@ async def test_plain_integers_start_no_worker(math_pool: MathPool) -> None:
     assert not math_pool._workers
 
 
+@pytest.fixture
+async def hasty_pool() -> AsyncIterator[MathPool]:
+    """Gradings have little time."""
+    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=0.5))
+    yield pool
+    await pool.close()
+
+
+BOMBS = [
+    r"\boxed{9^{9^{9^{9^{9}}}}}",
+    r"\boxed{10^{10^{10}}}",
+    r"\boxed{10**10**10}",
+    r"\boxed{((((99!)!)!)!)!}",
+    r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    r"\boxed{\prod_{n=1}^{10^8} n}",
+    r"\boxed{(x+y+z+1)^{400}}",
+    r"\boxed{" + "9" * 100_000 + "}",
+    r"\boxed{" + "9" * 40_000 + "}",
+    r"\boxed{1}" * 10_000,
+    r"\boxed{" + "{" * 5_000 + "1" + "}" * 5_000 + "}",
+    "word " * 25_000,
+    "$" * 30_000,
+]
+
+
 @pytest.mark.slow
+async def test_a_bomb_is_worth_nothing_and_costs_no_sample(hasty_pool: MathPool) -> None:
+    reward = MathReward(hasty_pool)
+    for bomb in BOMBS:
+        async with asyncio.timeout(60):
+            result = await reward({"answer": r"\frac{1}{7}"}, bomb)
+            assert result.outcome in (R.WRONG, R.UNPARSED) and result.reward == 0.0, bomb[:50]
+            assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{\frac{2}{4}}")).outcome is R.CORRECT
+    assert hasty_pool.counts["timeouts"] >= 3
+
+
+@pytest.mark.parametrize("truth", [r"9^{9^{9^{9}}}", r"(10^8)!", "", r"\text{}"])
+async def test_a_reference_answer_that_cannot_be_graded_is_the_rows_fault(hasty_pool: MathPool, truth: str) -> None:
+    result = await MathReward(hasty_pool)({"answer": truth}, r"\boxed{\frac{2}{14}}")
+    assert result.outcome is R.GRADER_FAILED and "the reference answer" in result.detail
+
+
+async def test_time_is_the_workers_not_the_clocks(hasty_pool: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = MathReward(hasty_pool)
+    assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
+    (worker,) = hasty_pool._workers
+    os.kill(worker.pid, signal.SIGSTOP)  # no processor for longer than a grading may take
+    grading = asyncio.create_task(reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}"))
+    await asyncio.sleep(1.0)
+    os.kill(worker.pid, signal.SIGCONT)
+    assert (await grading).outcome is R.CORRECT and hasty_pool.counts["timeouts"] == 0
+    # one that gets none at all is replaced: the machine's fault, and no result
+    monkeypatch.setattr(math_process, "_STARVED_FACTOR", 2.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
+    assert hasty_pool.counts["starved"] == 1
+
+
+class Scripted:
+    """A worker process that fails as told, on the given stage."""
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self._failures = failures
+
+    async def start(self) -> None:
+        pass
+
+    async def ask(self, frame: bytes, cpu_s: float) -> dict[str, Any]:
+        if self._failures:
+            raise self._failures.pop(0)
+        return {"outcome": "correct", "detail": "", "exhausted": False, "worn": False}
+
+    def kill(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
-    "bomb",
+    ("failures", "outcome"),
     [
-        r"\boxed{9^{9^{9^{9^{9}}}}}",
-        r"\boxed{((((99!)!)!)!)!}",
-        r"\boxed{" + "9" * 100_000 + "}",
-        r"\boxed{1}" * 10_000,
-        r"\boxed{" + "{" * 5_000 + "1" + "}" * 5_000 + "}",
+        ([WorkerDied(signal.SIGKILL, ANSWER)], R.CORRECT),
+        ([WorkerDied(signal.SIGKILL, ANSWER)] * 2, R.CORRECT),
+        ([WorkerDied(signal.SIGKILL, ANSWER)] * 3, R.GRADER_FAILED),
+        ([WorkerDied(0, ANSWER)] * 3, R.GRADER_FAILED),
+        ([WorkerStarved()] * 3, R.GRADER_FAILED),
+        ([WorkerDied(signal.SIGSEGV, ANSWER)], R.CORRECT),
+        ([WorkerDied(signal.SIGSEGV, ANSWER)] * 2, R.UNPARSED),
+        ([WorkerDied(signal.SIGSEGV, TRUTH)] * 2, R.GRADER_FAILED),
+        ([WorkerOverdue(ANSWER)], R.UNPARSED),
+        ([WorkerOverdue(TRUTH)], R.GRADER_FAILED),
+        ([WorkerOverdue(ANSWER), WorkerOverdue(ANSWER)], R.GRADER_FAILED),  # the second: of the reference answer, alone
     ],
 )
-async def test_bombs_are_bounded_and_cost_no_worker(math_pool: MathPool, bomb: str) -> None:
-    reward = MathReward(math_pool)
-    async with asyncio.timeout(60):
-        result = await reward({"answer": r"\frac{1}{7}"}, bomb)
-        assert result.outcome in (R.GRADER_FAILED, R.WRONG, R.UNPARSED)
-        assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
+async def test_whose_fault_a_failure_is_decides(
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], outcome: R
+) -> None:
+    left = list(failures)
+    monkeypatch.setattr(math_pool_module, "MathProcess", lambda: Scripted(left))
+    result = await MathPool(MathRewardConfig()).grade("1", "2")
+    assert result.outcome is outcome and not left
 
 
 async def test_a_killed_worker_is_replaced_and_the_answer_graded(math_pool: MathPool) -> None:
     reward = MathReward(math_pool)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
     (worker,) = math_pool._workers
-    os.kill(worker._process.pid, 9)
+    os.kill(worker.pid, signal.SIGKILL)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
     assert math_pool.counts["crashes"] == 1
 

@@ -55,7 +55,7 @@ def test_a_good_recipe_passes(recipe: Path) -> None:
         ("workflow.settings.rewrad=math", ("workflow.settings.rewrad", "unknown key", "'reward'")),
         ("workflow.settings.reward=recipes.quickstart.reward:nothing", ("nothing", "boxed_answer")),
         ("policies.model0.model.path=./nowhere", ("policies.model0.model.path", "config.json")),
-        ("run.steps=0", ("run.steps", "greater than or equal to 1")),
+        ("run.steps=-1", ("run.steps", "greater than or equal to 0")),
         ("policies.model0.batch.max_stalenes=1", ("max_stalenes", "did you mean 'max_staleness'")),
     ],
 )

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from services.common.config.environments import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.alfworld.actions import choose, read_action
+from services.envgateway.envs.alfworld.actions import choose
 from services.envgateway.envs.alfworld.bleu import bleu
 from services.envgateway.envs.alfworld.episode import AlfworldEpisode
 from services.envgateway.envs.alfworld.games import game_of, list_games
 from services.envgateway.envs.base import EpisodeLostError
+from services.envgateway.envs.replies import offer, read_action
 
 GAME = "json_2.1.1/train/pick_heat_then_place_in_recep-Mug-None-Shelf-1/trial_1/game.tw-pddl"
 LISTED = ["go to shelf 1", "look", "take mug 1 from shelf 1"]
@@ -103,7 +104,7 @@ def test_an_action_that_is_not_listed_becomes_the_one_most_like_it() -> None:
 async def test_the_opening_is_instruction_promise_example_of_the_type_and_task() -> None:
     _, first = await begin(ScriptedEngine())
     contents = [message["content"] for message in first.messages]
-    assert [message["role"] for message in first.messages] == ["user", "agent"] * (len(contents) // 2) + ["user"]
+    assert [message["role"] for message in first.messages] == ["user", "assistant"] * (len(contents) // 2) + ["user"]
     assert contents[0] == prompts.INSTRUCTION
     assert contents[2] == prompts.EXAMPLE_LEAD + prompts.EXAMPLES["pick_heat_then_place"][0]
     assert contents[-1] == (
@@ -135,7 +136,7 @@ async def test_a_reply_without_an_action_costs_a_turn_and_reaches_no_engine() ->
     engine = ScriptedEngine()
     episode, _ = await begin(engine, max_turns=2)
     result = await episode.step("I would like to look around.")
-    assert result.observation.startswith("Error: ") and result.observation.endswith(prompts.offer(LISTED))
+    assert result.observation.startswith("Error: ") and result.observation.endswith(offer(LISTED))
     assert not result.done and engine.commands == []
     result = await episode.step("hm")
     assert (result.done, result.reward, result.status) == (True, 0.0, "task limit reached")
@@ -171,7 +172,7 @@ async def test_numbers_of_places_are_cut_off() -> None:
     engine = ScriptedEngine({"go to shelf 1": {"feedback": "You arrive at loc 7. On the shelf 1, you see a mug 1."}})
     episode, _ = await begin(engine)
     result = await episode.step("ACTION: go to shelf 1")
-    assert result.observation == "On the shelf 1, you see a mug 1." + prompts.offer(LISTED)
+    assert result.observation == "On the shelf 1, you see a mug 1." + offer(LISTED)
     assert episode.shorten(result.observation).strip() == "On the shelf 1, you see a mug 1."
 
 
@@ -210,6 +211,14 @@ def test_a_task_names_its_game_by_index_or_by_path_below_the_data() -> None:
     data = Path("/data")
     assert game_of({"index": 0}, [GAME], data) == GAME
     assert game_of({"game": "x/game.tw-pddl"}, [GAME], data) == "x/game.tw-pddl"
-    for task in ({}, {"index": 1}, {"index": -1}, {"index": True}, {"index": "0"}, {"game": "../etc"}, {"game": "/etc"}):
+    for task in (
+        {},
+        {"index": 1},
+        {"index": -1},
+        {"index": True},
+        {"index": "0"},
+        {"game": "../etc"},
+        {"game": "/etc"},
+    ):
         with pytest.raises(InvalidRequestError):
             game_of(task, [GAME], data)

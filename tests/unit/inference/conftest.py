@@ -19,7 +19,12 @@ _ids = itertools.count()
 
 
 def make_request(
-    prompt: list[int], *, stop: tuple[int, ...] = (), seed: int | None = 0, **sampling: Any
+    prompt: list[int],
+    *,
+    stop: tuple[int, ...] = (),
+    seed: int | None = 0,
+    forced: list[int] | None = None,
+    **sampling: Any,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"request-{next(_ids)}",
@@ -27,6 +32,7 @@ def make_request(
         sampling=Sampling(**sampling),
         stop_token_ids=stop,
         seed=seed,
+        forced_ids=None if forced is None else tuple(forced),
     )
 
 
@@ -121,8 +127,8 @@ async def launch() -> AsyncIterator[Launch]:
 
     running: list[Engine] = []
 
-    async def start(model: Any, **settings: Any) -> TorchEngine:
-        engine = TorchEngine(copy.deepcopy(model), **{"num_slots": 8, "context_length": 256, **settings})
+    async def start(model: Any, kind: type[TorchEngine] = TorchEngine, **settings: Any) -> TorchEngine:
+        engine = kind(copy.deepcopy(model), **{"num_slots": 8, "context_length": 256, **settings})
         await engine.start()
         running.append(engine)
         return engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,24 +14,21 @@ from services.common.config.data import WorkflowConfig
 from services.common.types import StopReason
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
+from tests.documented import blocks
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
 
-PAGE = Path(__file__).parents[3] / "docs" / "workflows.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+PAGE = "workflows.md"
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The page's files in a folder of their own, and its recipe."""
-    workflow, reward, tool = blocks("python")
+    workflow, reward, tool = blocks(PAGE, "python")
     for name, text in (("retry", workflow), ("exact", reward), ("clock", tool)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield yaml.safe_load(blocks("yaml")[0])
+    yield yaml.safe_load(blocks(PAGE, "yaml")[0])
     for name in ("retry", "exact", "clock"):
         sys.modules.pop(name, None)
 
@@ -72,4 +68,4 @@ async def test_the_documented_tool_is_called(recipe: dict[str, Any]) -> None:
 
 
 def test_the_documented_files_are_short() -> None:
-    assert all(len(block.splitlines()) <= 60 for block in blocks("python"))
+    assert all(len(block.splitlines()) <= 60 for block in blocks(PAGE, "python"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from services.common.errors import (
     PromptTooLongError,
 )
 from services.common.weights.codec import ChunkChange
-from services.inference.engine.base import Engine, FinishReason
+from services.inference.engine.base import Engine, FinishReason, Generation, GenerationRequest
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -31,7 +32,18 @@ class Shape:
         self.shape = shape
 
 
-@pytest.fixture(params=["torch", "scripted"])
+def with_words_to_say(engine: Any) -> Any:
+    """A forced engine for tests that do not care what is said: requests without words get more than their budget."""
+    generate = engine.generate
+
+    async def forced(request: GenerationRequest) -> Generation:
+        return await generate(replace(request, forced_ids=tuple(make_prompt(CONTEXT, seed=5))))
+
+    engine.generate = forced
+    return engine
+
+
+@pytest.fixture(params=["torch", "forced", "scripted"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     built: Any
     if request.param == "torch":
@@ -39,6 +51,11 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
         from services.inference.engine.torch_engine import TorchEngine
 
         built = TorchEngine(build_model("qwen3"), num_slots=2, context_length=CONTEXT)
+    elif request.param == "forced":
+        pytest.importorskip("torch")
+        from services.inference.engine.forced import ForcedEngine
+
+        built = with_words_to_say(ForcedEngine(build_model("qwen3"), num_slots=2, context_length=CONTEXT))
     else:
         script = RandomTokens(vocab_size=VOCAB, median_length=2000, sigma=0)
         shapes = {"model.norm.weight": Shape(64)}

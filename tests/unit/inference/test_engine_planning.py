@@ -147,6 +147,7 @@ def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
         top_k=np.array([0, 0, 0, 3, 0]),
         top_p=np.array([1, 1, 1, 1, 0.5], np.float32),
         uniform=np.full(5, 0.37),
+        forced=np.array([-1, -1, 7, -1, 11]),
     )
     tokens, logprobs = sample(logits.clone(), mixed)
     for i in range(5):
@@ -155,3 +156,4 @@ def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
         assert alone_token[0] == tokens[i]
         assert abs(alone_logprob[0] - logprobs[i]) < 1e-6
     assert tokens[1] == int(logits[1].argmax())
+    assert (tokens[2], tokens[4]) == (7, 11)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.common.types import Purpose
 from services.orchestrator.commands import AnnounceVersion, CancelGroup
-from services.orchestrator.pool import Held, Replica
+from services.orchestrator.pool import Held, Hello, Replica
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 
@@ -125,3 +125,24 @@ async def test_each_policy_that_plays_apart_is_evaluated_by_itself(worlds: Calla
         await world.send(trajectory(order.task_group_id, 0, sequence(policy=policy), reward=float(policy == "a")))
     results = {name: result.mean_reward for name, result in world.ring.evaluations.results.items()}
     assert results == {"asked/greedy/a": 1.0, "asked/greedy/b": 0.0}
+
+
+async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_version(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 0})
+    async with living(world) as life:
+        replica = world.join()
+        await asyncio.sleep(0.01)
+        orders = await world.orders(replica)
+        assert [dict(order.required_versions) for order in orders] == [{"model0": 0}] * 3
+        await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in orders))
+        other = world.ring.join_replica(
+            Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
+        )
+        assert not world.ring.dispatcher.may_play(other, {"model0": 0}), "it loaded something else"
+        await asyncio.sleep(0.01)
+        end = await world.orders(replica)
+        await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
+        await asyncio.wait_for(life, 5)
+    assert world.ring.evaluations.results["start/greedy"].mean_reward == 1.0

@@ -1,20 +1,12 @@
-"""What a policy's reply means: the command behind ``ACTION:``, or the listed one that it resembles most."""
+"""Which of the listed actions a policy means by one that is not listed."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from services.envgateway.envs.alfworld.bleu import bleu
 
-_ACTION = re.compile(r"ACTION:(.*)")
 _LEAST_ALIKE = 0.01
-
-
-def read_action(reply: str) -> str | None:
-    """What follows the first ``ACTION:`` on its line, lower-cased; None when there is nothing."""
-    found = _ACTION.search(reply)
-    return (found[1].strip().lower() or None) if found else None
 
 
 def choose(action: str, admissible: Sequence[str]) -> str:

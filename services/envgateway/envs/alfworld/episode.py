@@ -17,10 +17,11 @@ from pydantic import Field
 
 from services.common.config.base import Section
 from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.alfworld.actions import choose, read_action
+from services.envgateway.envs.alfworld.actions import choose
 from services.envgateway.envs.alfworld.games import game_of
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.engines.pool import EnginePool, Game
+from services.envgateway.envs.replies import MALFORMED, offer, read_action, without_offer
 from services.envgateway.envs.settings import settings_of
 
 _SAME_REPLIES = 3
@@ -61,14 +62,14 @@ class AlfworldEpisode:
         if command is None:
             self._turns += 1
             self._malformed += 1
-            return self._result(prompts.MALFORMED + prompts.offer(self._admissible))
+            return self._result(MALFORMED + offer(self._admissible))
         chosen = choose(command, self._admissible)
         answer = await self._game.step(chosen)
         self._turns += 1
         self._replaced += chosen != command
         self._replies.append(action)
         self._admissible = answer["admissible"]
-        text = _heard(answer["feedback"]) + prompts.offer(self._admissible)
+        text = _heard(answer["feedback"]) + offer(self._admissible)
         if len(self._replies) > _SAME_REPLIES and len(set(self._replies[-_SAME_REPLIES:])) == 1:
             return self._result(text, EndStatus.INVALID_ACTION)
         if answer["done"]:
@@ -81,7 +82,7 @@ class AlfworldEpisode:
 
     def shorten(self, message: str) -> str:
         """An earlier message as AgentBench keeps it: without the actions that were possible then."""
-        return prompts.without_offer(message)
+        return without_offer(message)
 
     def _result(self, text: str, status: EndStatus | None = None, won: bool = False) -> StepResult:
         if status is None and self._turns >= self._max_turns:

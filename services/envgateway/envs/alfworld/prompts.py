@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-USER, AGENT = "user", "agent"
+from services.envgateway.envs.replies import offer
+
+USER, AGENT = "user", "assistant"
 
 INSTRUCTION = """\
 You are a robot in a household and have one task to complete by acting in it, step by step. You are told what the room \
@@ -32,17 +34,6 @@ PROMISE = "Understood. I will reply in that form and work towards the goal."
 
 EXAMPLE_LEAD = "Here is an example of how it goes.\n"
 TASK_LEAD = "Now your own task. "
-
-ACTIONS_LEAD = " AVAILABLE ACTIONS: "
-
-MALFORMED = """\
-Error: there is no action in your reply. Write
-
-THOUGHT: what you think (may be left out)
-ACTION: your next action
-
-with one of the available actions.
-"""
 
 _PLACE = (
     """\
@@ -199,16 +190,6 @@ EXAMPLES: dict[str, Sequence[str]] = {
 def example_for(folder: str) -> Sequence[str]:
     """The example for the type of task that a game's folder is named for; a plain one for any other name."""
     return next((example for prefix, example in EXAMPLES.items() if folder.startswith(prefix)), _PLACE)
-
-
-def offer(admissible: Sequence[str]) -> str:
-    """The list that ends every message to the policy."""
-    return ACTIONS_LEAD + "\n".join(admissible) + "\n"
-
-
-def without_offer(message: str) -> str:
-    """A message that is no longer the newest: its actions are not possible any more."""
-    return message.split(ACTIONS_LEAD.strip())[0]
 
 
 def opening(folder: str, room: str, admissible: Sequence[str]) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ _MODULE = "services.envgateway.envs.alfworld.engine"
 
 
 class AlfworldWorld:
-    """A world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+    """An indexed world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
 
     def __init__(self, config: AlfworldConfig, data: Path) -> None:
         self._config = config
@@ -28,9 +29,8 @@ class AlfworldWorld:
         """Paths relative to the data folder; a task's ``index`` counts in it. Raises ``ConfigError``."""
         return list_games(self._data, self._config)
 
-    @property
-    def indices(self) -> Sequence[int]:
-        return range(len(self.games))
+    async def indices(self) -> Sequence[int]:
+        return range(len(await asyncio.to_thread(lambda: self.games)))
 
     @property
     def max_turns(self) -> int:

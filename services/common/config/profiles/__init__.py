@@ -1,0 +1,1 @@
+"""Transformations of a whole recipe, chosen on the command line: ``--profile NAME``."""

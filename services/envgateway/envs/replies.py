@@ -1,0 +1,35 @@
+"""The form in which text worlds and policies talk: a list of actions ends each message, ``ACTION:`` begins an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+ACTIONS_LEAD = " AVAILABLE ACTIONS: "
+
+MALFORMED = """\
+Error: there is no action in your reply. Write
+
+THOUGHT: what you think (may be left out)
+ACTION: your next action
+
+with one of the available actions.
+"""
+
+_ACTION = re.compile(r"ACTION:(.*)")
+
+
+def read_action(reply: str) -> str | None:
+    """What follows the first ``ACTION:`` on its line, lower-cased; None when there is nothing."""
+    found = _ACTION.search(reply)
+    return (found[1].strip().lower() or None) if found else None
+
+
+def offer(admissible: Sequence[str]) -> str:
+    """The list that ends every message to the policy; empty where a world lists nothing."""
+    return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
+
+
+def without_offer(message: str) -> str:
+    """A message that is no longer the newest: its actions are not possible any more."""
+    return message.split(ACTIONS_LEAD.strip())[0]

@@ -1,0 +1,1 @@
+"""``textworld``: text games, from files or made by seed."""

@@ -1,0 +1,106 @@
+"""Threads for functions of others, which may stall.
+
+asyncio's own executor has a few threads, and a function that never returns takes one for good: a handful of stalled
+environments would stop every other one, and the process's end. Here a call that its caller has given up on takes its thread
+with it, and the others get a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any]
+    begun: bool = False
+    abandoned: bool = False
+
+
+class DaemonThreads:
+    """At most ``most`` calls at once, not counting those that were given up on. Threads are started when they are needed
+    and do not keep the process alive."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows, and a call's fate
+        self._num_threads = 0
+        self._num_idle = 0
+        self._num_waiting = 0  # calls that no thread has begun or skipped
+        self.num_stalled = 0
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Like ``asyncio.to_thread``; cancelling gives the call up, wherever it is."""
+        loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()
+        call = _Call(lambda: context.run(function, *arguments), loop, loop.create_future())
+        with self._lock:
+            self._waiting.put(call)
+            self._num_waiting += 1
+            if self._num_idle < self._num_waiting and self._num_threads < self._most:
+                self._start_one()
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
+
+    def _start_one(self) -> None:
+        self._num_threads += 1
+        threading.Thread(target=self._work, name="environment call", daemon=True).start()
+
+    def _give_up(self, call: _Call) -> None:
+        with self._lock:
+            call.abandoned = True
+            if call.begun:  # its thread is lost until the function returns, if it ever does
+                self.num_stalled += 1
+                self._num_threads -= 1
+                if self._num_idle < self._num_waiting:
+                    self._start_one()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._num_idle += 1
+            call = self._waiting.get()
+            with self._lock:
+                self._num_idle -= 1
+                self._num_waiting -= 1
+                if call.abandoned:
+                    continue
+                call.begun = True
+            result, error = None, None
+            try:
+                result = call.work()
+            except BaseException as raised:  # noqa: BLE001 - goes to whoever waits, whatever it is
+                error = raised
+            with self._lock:
+                if call.abandoned:  # somebody took this thread's place
+                    self.num_stalled -= 1
+                    return
+                call.begun = False
+            try:
+                call.loop.call_soon_threadsafe(_answer, call.answer, result, error)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits
+            del call, result, error  # or an idle thread would keep them
+
+
+def _answer(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if answer.cancelled():
+        return
+    if isinstance(error, StopIteration):
+        error = RuntimeError(f"StopIteration: {error}")  # a future refuses it
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)

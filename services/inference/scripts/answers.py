@@ -1,0 +1,63 @@
+r"""What a scripted policy answers to a task of a dataset: the reference, or something that is wrong.
+
+A row with ``tests`` wants a program, one with ``answer`` a ``\boxed{}``, and one with only a ``solution`` that text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.errors import DatasetError
+from services.inference.scripts.base import Cue
+from services.inference.scripts.programs import broken_program, fenced, right_program
+from services.inference.scripts.words import reasoning
+
+
+def answer(cue: Cue, *, right: bool, topic: str = "") -> str:
+    """The whole of a turn that answers the task. ``DatasetError`` for a row without anything to compare with."""
+    row = cue.task.data
+    if isinstance(row.get("tests"), Mapping):
+        program = right_program(row) if right else None
+        program = broken_program(cue.random(f"program/{topic}")) if program is None else program
+        return reasoning(cue, topic) + fenced(program)
+    if "answer" in row:
+        return reasoning(cue, topic) + boxed(value(cue, right=right, topic=topic))
+    if isinstance(row.get("solution"), str):
+        return str(row["solution"]) if right else broken_program(cue.random(f"program/{topic}"))
+    raise DatasetError(
+        f"task {cue.task.task_id} has no reference for a scripted policy: looked for tests, answer and solution in "
+        f"{sorted(row)}; name a script of your own in inference.<name>.forced.script"
+    )
+
+
+def value(cue: Cue, *, right: bool, topic: str = "") -> str:
+    """The row's answer, or another one of its kind."""
+    truth = str(cue.task.data["answer"]).strip()
+    return truth if right else wrong_value(truth, cue.random(f"value/{topic}").randrange(1, 10))
+
+
+def wrong_value(truth: str, step: int) -> str:
+    """An answer that is not the right one: a whole number ``step`` higher, else a whole number that nothing comes to.
+
+    >>> wrong_value("12", 3), wrong_value("\\\\frac{1}{2}", 3)
+    ('15', '90000003')
+    """
+    try:
+        return str(int(truth) + step)
+    except ValueError:
+        return str(90_000_000 + step)
+
+
+def boxed(text: str) -> str:
+    return rf"\boxed{{{text}}}"
+
+
+def is_right(row: Mapping[str, Any], text: str) -> bool:
+    """Whether a text that a script wrote gives the reference answer."""
+    if isinstance(row.get("tests"), Mapping):
+        program = right_program(row)
+        return program is not None and fenced(program) in text
+    if "answer" in row:
+        return boxed(str(row["answer"]).strip()) in text
+    return text == row.get("solution")

@@ -1,0 +1,242 @@
+"""Episodes over gRPC when clients, environments and numbers misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from services.common.errors import (
+    CapacityError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    InvalidRequestError,
+    StateError,
+)
+from services.common.pb import environment_pb2 as pb
+from services.envgateway.envs.base import Observation, StepResult
+from services.envgateway.envs.rooms.environment import RoomsEnvironment
+from services.envgateway.envs.rooms.house import House
+from services.envgateway.episodes import EpisodeManager
+
+from .serving import TIMEOUT_S, Client, registry, serving
+
+RELEASE = threading.Event()
+
+
+class Obedient:
+    """Actions are orders: ``end``, ``slow``, ``stall``."""
+
+    def __init__(self, context: object) -> None:
+        self.steps = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        await asyncio.sleep(task.get("reset_s", 0))
+        return Observation(text="begin")
+
+    async def step(self, action: str) -> StepResult:
+        if action == "stall":
+            await asyncio.sleep(60)
+        if action == "slow":
+            await asyncio.sleep(0.2)
+        self.steps += 1
+        return StepResult(observation=str(self.steps), reward=1.0, done=action == "end")
+
+    async def close(self) -> None:
+        pass
+
+
+class Plain:
+    """With plain methods, one of which may never return."""
+
+    def __init__(self, context: object) -> None:
+        pass
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        return Observation(text="begin")
+
+    def step(self, action: str) -> StepResult:
+        if action == "stall":
+            RELEASE.wait(60)
+        return StepResult(observation=action)
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Served:
+    def __init__(self, client: Client, episodes: EpisodeManager, clock: Clock) -> None:
+        self.client = client
+        self.episodes = episodes
+        self.clock = clock
+
+
+@asynccontextmanager
+async def _served(**settings: Any) -> AsyncIterator[Served]:
+    known = registry(factories={"obedient": Obedient, "plain": Plain})  # type: ignore[dict-item]
+    clock = Clock()
+    episodes = EpisodeManager(known, clock=clock, **{"max_episodes": 100, "lease_s": 10.0, **settings})
+    async with serving(episodes, known) as client:
+        yield Served(client, episodes, clock)
+
+
+async def test_an_unknown_episode_cannot_be_stepped_and_can_be_closed() -> None:
+    async with _served() as served:
+        with pytest.raises(EpisodeNotFoundError):
+            await served.client.step("nobody", 1, "x")
+        await served.client.close("nobody")
+
+
+async def test_nothing_follows_the_end_but_the_end_can_be_asked_for_again() -> None:
+    async with _served() as served:
+        episode = (await served.client.create("obedient", {})).episode_id
+        assert (await served.client.step(episode, 1, "end")).done
+        with pytest.raises(StateError, match="ended with turn 1"):
+            await served.client.step(episode, 2, "x")
+        assert (await served.client.step(episode, 1, "end")).observation == "1"
+        await served.client.close(episode)
+        with pytest.raises(EpisodeNotFoundError):
+            await served.client.step(episode, 1, "end")
+
+
+async def test_one_turn_at_a_time_and_the_same_turn_once() -> None:
+    async with _served() as served:
+        client = served.client
+        episode = (await client.create("obedient", {})).episode_id
+        same = [asyncio.create_task(client.step(episode, 1, "slow")) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(StateError, match="another action"):
+            await client.step(episode, 1, "quick")
+        with pytest.raises(InvalidRequestError, match="the next is 1"):
+            await client.step(episode, 2, "quick")
+        assert {answer.observation for answer in await asyncio.gather(*same)} == {"1"}
+        assert (await client.step(episode, 1, "whatever")).observation == "1"
+        assert (await client.step(episode, 2, "next")).observation == "2"
+
+
+async def test_a_caller_that_leaves_loses_no_turn() -> None:
+    async with _served() as served:
+        episode = (await served.client.create("obedient", {})).episode_id
+        request = pb.StepEpisodeRequest(episode_id=episode, turn=1, action="slow")
+        with pytest.raises(grpc.aio.AioRpcError) as left:
+            await served.client.stub.StepEpisode(request, timeout=0.05)
+        assert left.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await served.client.step(episode, 1, "slow")).observation == "1"
+
+
+async def test_closing_an_episode_tells_whoever_waits_for_its_turn() -> None:
+    async with _served() as served:
+        episode = (await served.client.create("obedient", {})).episode_id
+        turn = asyncio.create_task(served.client.step(episode, 1, "stall"))
+        await asyncio.sleep(0.1)
+        await served.client.close(episode)
+        with pytest.raises(EpisodeNotFoundError, match="closed while"):
+            await turn
+
+
+@pytest.mark.parametrize("kind", ["obedient", "plain"])
+async def test_stalled_environments_are_told_as_failures_and_hold_nobody_up(kind: str) -> None:
+    RELEASE.clear()
+    async with _served(step_timeout_s=1.0) as served:
+        client = served.client
+        stalled = [(await client.create(kind, {})).episode_id for _ in range(80)]
+        turns = [asyncio.create_task(client.step(episode, 1, "stall")) for episode in stalled]
+        for outcome in await asyncio.gather(*turns, return_exceptions=True):
+            assert isinstance(outcome, (InfrastructureError, EpisodeNotFoundError))  # the second when it asked again
+            assert "longer than 1 s" in outcome.message
+        assert (served.episodes.num_live, served.episodes.counts["failed"]) == (0, 80)
+        healthy = (await client.create(kind, {})).episode_id
+        assert (await client.step(healthy, 1, "go")).observation in ("1", "go")
+        with pytest.raises(EpisodeNotFoundError, match="longer than 1 s"):
+            await client.step(stalled[0], 1, "stall")
+    RELEASE.set()
+
+
+async def test_a_stop_ends_what_is_just_beginning() -> None:
+    async with _served() as served:
+        begin = asyncio.create_task(served.client.create("obedient", {"reset_s": 60}))
+        await asyncio.sleep(0.1)
+        await served.episodes.close_all()
+        with pytest.raises(EpisodeNotFoundError, match="stopping"):
+            await begin
+        with pytest.raises(StateError, match="stopping"):
+            await served.client.create("obedient", {})
+        assert served.episodes.num_live == 0
+
+
+async def test_a_storm_of_creates_never_goes_over_the_limit_and_everybody_gets_a_turn() -> None:
+    async with _served(max_episodes=20) as served:
+        most_live = 0
+
+        async def play(number: int) -> str:
+            nonlocal most_live
+            while True:
+                try:
+                    # Two calls with one id, as a client repeats that has lost the answer.
+                    request = ("obedient", {"reset_s": 0.001})
+                    both = [served.client.create(*request, request_id=f"r{number}") for _ in range(2)]
+                    one, other = await asyncio.gather(*both)
+                    break
+                except CapacityError as full:
+                    await asyncio.sleep((full.retry_after_s or 600) / 50)
+            assert one.episode_id == other.episode_id
+            most_live = max(most_live, served.episodes.num_live)
+            end = await served.client.step(one.episode_id, 1, "end")
+            await served.client.close(one.episode_id)
+            return end.observation
+
+        assert await asyncio.gather(*(play(number) for number in range(200))) == ["1"] * 200
+        assert 1 < most_live <= 20 and served.episodes.num_live == 0
+        assert served.episodes.counts["created"] == served.episodes.counts["closed"] == 200
+
+
+@pytest.mark.slow
+async def test_ten_thousand_abandoned_episodes_go_and_leave_nothing_behind() -> None:
+    async with _served(max_episodes=10_000, lease_s=30.0) as served:
+        starting = iter(range(10_000))
+
+        async def abandon() -> None:
+            for number in starting:
+                await served.client.create("rooms", {"index": number})
+
+        await asyncio.gather(*(abandon() for _ in range(50)))
+        assert (served.episodes.num_live, _num_alive()) == (10_000, 10_000)
+        request = pb.CreateEpisodeRequest(environment="rooms", task_json=b"{}")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await served.client.stub.CreateEpisode(request, timeout=TIMEOUT_S)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert _retry_delay_s(refused.value) > 0
+        served.clock.now = 29.9
+        await served.episodes.expire()
+        assert served.episodes.num_live == 10_000
+        served.clock.now = 30.0
+        await served.episodes.expire()
+        assert (served.episodes.num_live, served.episodes.counts["expired"], _num_alive()) == (0, 10_000, 0)
+        assert (await served.client.create("rooms", {"index": 1})).episode_id
+
+
+def _num_alive() -> int:
+    gc.collect()
+    return sum(isinstance(thing, (RoomsEnvironment, House)) for thing in gc.get_objects()) // 2
+
+
+def _retry_delay_s(error: grpc.aio.AioRpcError) -> float:
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    info = error_details_pb2.RetryInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    return info.retry_delay.ToNanoseconds() / 1e9

@@ -1,0 +1,71 @@
+"""Numbers that are merely near do not pass."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sympy = pytest.importorskip("sympy", reason="the envgateway extra is not installed")
+
+from services.envgateway.rewards.exactness import is_merely_near  # noqa: E402
+
+
+def parsed(text: str) -> list[Any]:
+    """As Math-Verify's parse gives it: an expression and its text."""
+    return [sympy.sympify(text.replace("%", "/100"), rational=False), text]
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "near"),
+    [
+        ("10000.5", "10000.50", False),
+        ("10000.5", "10000.500001", True),
+        ("0.0000001", "0.0000002", True),
+        ("1/10000000", "0.0000002", True),
+        ("1/10000000", "0.0000001", False),
+        ("1/3", "0.333333", False),
+        ("1/3", "0.333334", True),
+        ("1/3", "0.3333", True),
+        ("2/3", "0.666667", False),
+        ("2/3", "0.6666666", True),  # cut, not rounded
+        ("pi", "3.14159265", False),
+        ("pi", "3.141593", False),
+        ("pi", "3.14159", False),
+        ("pi", "3.1416", True),
+        ("sqrt(2)", "1.41421356", False),
+        ("1/2", "0.5", False),
+        ("3", "3.0", False),
+        ("3", "3.0000001", True),
+        ("25%", "25.0", False),
+        ("x", "0.5", False),
+        ("7", "8", False),  # no decimal among them: nothing to say
+        ("pi", "22/7", False),
+    ],
+)
+def test_a_decimal_counts_for_the_number_that_it_is(gold: str, answer: str, near: bool) -> None:
+    assert is_merely_near(parsed(gold), parsed(answer)) is near
+    assert is_merely_near(parsed(answer), parsed(gold)) is near
+
+
+def test_what_is_no_number_is_left_to_others() -> None:
+    for odd in ([], ["only text"], [sympy.FiniteSet(1, 2), "{1,2}"], [sympy.zoo, "zoo"], [sympy.nan, "nan"]):
+        assert not is_merely_near(odd, parsed("0.5")) and not is_merely_near(parsed("0.5"), odd)
+
+
+@given(st.fractions(max_denominator=10**6), st.integers(1, 12))
+def test_only_the_number_itself_or_its_rounding_passes(number: Fraction, places: int) -> None:
+    last_place = Decimal(1).scaleb(-places)
+    shown = round(number * 10**places) * last_place
+    gold = [sympy.Rational(number.numerator, number.denominator), str(number)]
+    near = is_merely_near(gold, [sympy.Float(str(shown), dps=40), str(shown)])
+    if Fraction(shown) == number:
+        assert not near
+    else:
+        assert near is (len(shown.normalize().as_tuple().digits) < 6)
+    beside = shown + 10 * last_place
+    assert Fraction(beside) == number or is_merely_near(gold, [sympy.Float(str(beside), dps=40), str(beside)])

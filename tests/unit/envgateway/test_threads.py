@@ -1,0 +1,75 @@
+"""Threads for functions of others: a stalled one costs its own thread and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import structlog
+
+from services.envgateway.threads import DaemonThreads
+
+
+async def test_calls_run_at_once_with_their_arguments_errors_and_context() -> None:
+    threads = DaemonThreads(4)
+    structlog.contextvars.bind_contextvars(run="r1")
+    meet = threading.Barrier(4)
+
+    def work(number: int) -> tuple[int, dict[str, object]]:
+        meet.wait(5)
+        return number, structlog.contextvars.get_contextvars()
+
+    assert await asyncio.gather(*(threads.run(work, n) for n in range(4))) == [(n, {"run": "r1"}) for n in range(4)]
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.run(lambda: next(iter(())))
+
+
+async def test_no_more_run_at_once_than_allowed() -> None:
+    threads = DaemonThreads(2)
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*(threads.run(work) for _ in range(30)))
+    assert most == 2
+
+
+async def test_stalled_calls_take_nobody_elses_thread_and_their_own_end_in_time() -> None:
+    threads = DaemonThreads(2)
+    release = threading.Event()
+    stalled = [asyncio.ensure_future(threads.run(release.wait, 30)) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    for call in stalled:
+        call.cancel()
+    await asyncio.wait(stalled)
+    assert threads.num_stalled >= 2  # those that had begun; the others may have, on the threads that replaced theirs
+    assert await asyncio.wait_for(asyncio.gather(*(threads.run(int, n) for n in range(50))), 10) == list(range(50))
+    release.set()
+    async with asyncio.timeout(10):
+        while threads.num_stalled:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_call_that_has_not_begun_never_runs_once_it_is_given_up() -> None:
+    threads = DaemonThreads(1)
+    release, ran = threading.Event(), []
+    first = asyncio.ensure_future(threads.run(release.wait, 30))
+    second = asyncio.ensure_future(threads.run(ran.append, 1))
+    await asyncio.sleep(0.02)
+    second.cancel()
+    await asyncio.wait([second])
+    release.set()
+    await first
+    await threads.run(ran.append, 2)
+    assert ran == [2]

@@ -1,0 +1,29 @@
+"""Which worlds a config offers, and what is said of those that it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.envgateway.envs.worlds import make_worlds
+
+
+def test_a_world_that_cannot_be_offered_is_a_reason_that_names_the_setting(tmp_path: Path) -> None:
+    if importlib.util.find_spec("alfworld") is None:
+        pytest.skip("the extra alfworld is not installed")
+    assert "envgateway.alfworld.data" in str(make_worlds(EnvGatewayConfig())["alfworld"])
+    missing = str(tmp_path / "none")
+    config = EnvGatewayConfig.model_validate({"alfworld": {"data": missing}, "textworld": {"games": missing}})
+    worlds = make_worlds(config)
+    for name, setting in (("alfworld", "envgateway.alfworld.data"), ("textworld", "envgateway.textworld.games")):
+        assert worlds[name] == f"{setting}: there is no folder {missing}"
+
+
+def test_an_engine_that_is_not_installed_is_a_reason_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    worlds = make_worlds(EnvGatewayConfig())
+    assert "millrace[alfworld]" in str(worlds["alfworld"])
+    assert "millrace[textworld]" in str(worlds["textworld"])

@@ -1,0 +1,305 @@
+"""Built-in scripts: right in their share of the rollouts, wrong in the others, and what they write can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.common.config.data import WorkflowConfig
+from services.common.config.loading import validate
+from services.common.config.recipe import Recipe
+from services.common.config.services import ForcedEngineConfig
+from services.common.errors import ConfigError, DatasetError
+from services.common.tool_calls import find_call, parse_json_call
+from services.common.types import Purpose, Sampling, Segment, Task
+from services.inference.engine.base import FinishReason, Generation, GenerationRequest
+from services.inference.gauges import WaitShares
+from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.scripts.base import Cue, Line, Scene
+from services.inference.scripts.checkers import solve_and_verify, write_and_test
+from services.inference.scripts.episodes import act
+from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
+from services.inference.scripts.registry import SCRIPTS, load_scripts
+from services.inference.scripts.single_turn import speak
+from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Outcome, Step, WorkflowContext
+from services.inference.workflows.registry import WORKFLOWS, build_workflow
+from services.inference.workflows.rewards import boxed_integer
+from services.inference.workflows.verdicts import Verdict, read_verdict
+from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
+
+MATH = {"problem": "What is 6 times 7?", "answer": "42"}
+STDIN = {"problem": "Add.", "tests": {"kind": "stdin", "cases": [{"stdin": "1 2\n", "expected": "3\n"}]}}
+ASSERTED = {
+    "problem": "Add.",
+    "tests": {"kind": "assert", "tests": "assert candidate(a = [1], b = 2) == 3\ncheck(Solution().add)"},
+    "solution": "class Solution: ...",
+}
+EXPERT = ["go to shelf 1", "take mug 1 from shelf 1", "win"]
+
+
+def recipe(workflow: WorkflowConfig, **sections: Any) -> Recipe:
+    """The smallest recipe with a workflow."""
+    policy = {"model": {"path": "somewhere"}, "trainer": {"port": 0}, "weights": {"port": 0}}
+    tree = {
+        "name": "test",
+        "policies": {"model0": policy, "model1": policy},
+        "data": {"train": {"path": "tasks.jsonl"}},
+        "workflow": workflow.model_dump(),
+        "evaluation": {"at_start": False, "at_end": False},
+        **sections,
+    }
+    return validate(tree, source="test")
+
+
+class Parrot:
+    """An engine that says what requests force, and remembers them."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        assert request.forced_ids is not None
+        assert request.forced_ids[-1] in request.stop_token_ids
+        self.texts.append(qwen_like_chat().decode(request.forced_ids))
+        ids = request.forced_ids
+        return Generation(segments=(Segment.policy(ids, [-1.0] * len(ids), 0),), finish_reason=FinishReason.STOP)
+
+
+class World(FakeGateway):
+    """A gateway whose one episode ends with the expert's last action."""
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
+        return Episode(
+            episode_id="e", observation="A room. THOUGHT then ACTION: one of\nAVAILABLE ACTIONS: look, dance"
+        )
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        won = action.endswith("ACTION: win")
+        return Step(observation="AVAILABLE ACTIONS: look, dance", reward=float(won), done=won)
+
+    async def execute_code(self, code: str, **_: Any) -> Execution:
+        failed = "// 0" in code
+        return Execution(status=ExecutionStatus.RUNTIME_ERROR if failed else ExecutionStatus.OK, stdout="42")
+
+
+@dataclass
+class Played:
+    outcomes: list[Outcome] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [outcome.reward for outcome in self.outcomes]
+
+
+async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: Any) -> Played:
+    """``count`` rollouts of one task with seeds of their own."""
+    config = WorkflowConfig(name=name, settings=settings)
+    book = load_scripts(ForcedEngineConfig(), recipe(config))
+    workflow = build_workflow(config)
+    gateway = World(reward=lambda task, completion: boxed_integer(task.data, completion))
+    played, task = Played(), Task(task_id="t", data=dict(row))
+    for seed in range(count):
+        engine, scene = Parrot(), Scene(task, Purpose.TRAIN, seed)
+        policies = {
+            policy: RolloutPolicy(
+                ServedPolicy(
+                    name=policy,
+                    engine=engine,
+                    chat=qwen_like_chat(),
+                    context_length=8192,
+                    script=book,  # type: ignore[arg-type]
+                ),
+                request_prefix=f"g/{seed}/0",
+                seed=seed,
+                waits=WaitShares(1),
+                scene=scene,
+            )
+            for policy in ("model0", "model1")
+        }
+        context = WorkflowContext(
+            policies=policies, gateway=gateway, sampling=Sampling(max_new_tokens=4096), seed=seed, purpose=Purpose.TRAIN
+        )
+        played.outcomes.append(await workflow.run(task, context))
+        played.texts.append(engine.texts)
+    return played
+
+
+def cue(row: Mapping[str, Any], seed: int = 0, said: tuple[Line, ...] = (), workflow: str = "single_turn") -> Cue:
+    book = load_scripts(ForcedEngineConfig(), recipe(WorkflowConfig(name=workflow)))
+    return Cue(
+        policy="model0", task=Task(task_id="t", data=row), purpose=Purpose.TRAIN, prompt="", said=said,
+        settings=book.parts[Purpose.TRAIN].settings, right_share=0.5, num_words=8, seed=seed,
+    )  # fmt: skip
+
+
+def about_half(values: list[bool]) -> bool:
+    """Five standard deviations around one half."""
+    return abs(sum(values) / len(values) - 0.5) < 5 * 0.5 / len(values) ** 0.5
+
+
+def test_every_built_in_workflow_has_a_script() -> None:
+    assert set(SCRIPTS) >= set(WORKFLOWS)
+
+
+async def test_half_of_the_single_turns_are_right_and_the_others_differ() -> None:
+    played = await play("single_turn", MATH, policy="model0", reward="math")
+    assert set(played.rewards) == {0.0, 1.0}
+    assert about_half([reward == 1.0 for reward in played.rewards])
+    assert len({texts[0] for texts in played.texts}) > 70
+
+
+async def test_a_rollout_that_is_played_again_says_the_same() -> None:
+    first, again = [await play("actor_verifier", MATH, count=10) for _ in range(2)]
+    assert first.texts == again.texts
+
+
+async def test_nothing_stands_beside_the_answer_for_a_reward_of_the_recipes_own() -> None:
+    reward = "services.inference.workflows.rewards:boxed_integer"
+    played = await play("single_turn", MATH, count=20, policy="model0", reward=reward)
+    assert all(texts[0].startswith(r"\boxed{") and texts[0].endswith("}") for texts in played.texts)
+
+
+async def test_verdicts_are_right_half_of_the_time_about_right_and_wrong_solutions() -> None:
+    played = await play("actor_verifier", MATH, count=160)
+    verdicts: dict[float, list[bool]] = {0.0: [], 1.0: []}
+    for outcome, texts in zip(played.outcomes, played.texts, strict=True):
+        solution, review = outcome.sequences[0], outcome.sequences[1]
+        verdicts[solution.reward].append(review.reward == 1.0)
+        assert (len(outcome.sequences) == 3) == (read_verdict(texts[1]) is Verdict.REJECT)
+    assert about_half(verdicts[0.0])
+    assert about_half(verdicts[1.0])
+    second = [outcome.sequences[2].reward == 1.0 for outcome in played.outcomes if len(outcome.sequences) == 3]
+    assert about_half(second)
+
+
+@pytest.mark.parametrize("workflow", ["tool_use", "tool_math"])
+async def test_a_tool_is_called_before_the_answer_and_sometimes_fails(workflow: str) -> None:
+    played = await play(workflow, MATH, policy="model0")
+    assert about_half([reward == 1.0 for reward in played.rewards])
+    for texts in played.texts:
+        call = find_call(texts[0])
+        assert isinstance(call, str)
+        assert parse_json_call(call).name == "python_code_with_standard_io"  # type: ignore[union-attr]
+        assert find_call(texts[1]) is None
+    failed = [outcome.sequences[0].metrics["tool_errors"] for outcome in played.outcomes]
+    assert set(failed) == {0.0, 1.0}
+    if workflow == "tool_math":
+        assert all(outcome.sequences[0].metrics["format_penalty"] == 0 for outcome in played.outcomes)
+
+
+async def test_code_between_the_tags_is_code() -> None:
+    played = await play("tool_use", MATH, count=20, policy="model0", format="code")
+    assert {find_call(texts[0]) for texts in played.texts} >= {"print(42)", "print(1 // 0)"}
+
+
+async def test_an_episode_follows_the_expert_to_the_end_or_wanders() -> None:
+    played = await play("agent_env", {"index": 3, "expert": EXPERT}, policy="model0", max_turns=5)
+    assert about_half([reward == 1.0 for reward in played.rewards])
+    for reward, texts in zip(played.rewards, played.texts, strict=True):
+        actions = [text.rpartition("ACTION: ")[2] for text in texts]
+        assert actions == EXPERT if reward else set(actions) <= {"look", "dance"}
+
+
+@pytest.mark.parametrize(
+    ("page", "action"),
+    [
+        ("WebShop [SEP] Instruction: [SEP] i want a mug [SEP] Search", "search[i want a mug]"),
+        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] B9K3K8CE89 [SEP] Mug [SEP] $1", "click[B9K3K8CE89]"),
+        ("Instruction: [SEP] i want a mug [SEP] Back to Search [SEP] Mug [SEP] Buy Now", "click[Buy Now]"),
+    ],
+)  # fmt: skip
+def test_a_shop_is_shopped_in_by_its_pages(page: str, action: str) -> None:
+    said = {act(_with_prompt(cue({"index": 1}, seed, workflow="agent_env"), page)) for seed in range(20)}
+    assert action in said
+    assert len(said) == (1 if action.startswith("search") else 2)
+
+
+def _with_prompt(made: Cue, prompt: str) -> Cue:
+    return replace(made, prompt=prompt)
+
+
+def test_a_program_without_reference_knows_its_cases_by_heart() -> None:
+    program = right_program(STDIN)
+    assert program is not None
+    scope: dict[str, Any] = {}
+    called = {"tests": {"kind": "call", "entry_point": "add", "cases": [{"args": [1, [2]], "expected": 3}]}}
+    exec(str(right_program(called)), scope)
+    assert scope["add"](1, [2]) == 3
+    assert "print" in broken_program(cue(STDIN).random())
+
+
+def test_long_tables_are_not_written() -> None:
+    cases = [{"stdin": "x" * 1000, "expected": "y" * 1000}]
+    assert right_program({"tests": {"kind": "stdin", "cases": cases}}) is None
+
+
+def test_test_cases_come_from_the_tests_of_the_row() -> None:
+    assert cases_of(STDIN, 2) == [{"input": "1 2\n", "output": "3\n"}]
+    assert cases_of(ASSERTED, 2) == [{"args": [[1], 2], "expected": 3}]
+
+
+@pytest.mark.parametrize("truth", [True, 3, 2.5, "yes", None, [1]])
+def test_a_falsified_case_expects_something_else(truth: Any) -> None:
+    assert falsified({"args": [], "expected": truth})["expected"] != truth
+
+
+def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
+    said = (Line(policy="model0", text="```python\npass\n```"),)
+    settings = {"num_cases": 1, "verifier_thinking": True, "reward": "code"}
+    for seed in range(8):
+        asked = _with_settings(cue(STDIN, seed, said), settings)
+        text = write_and_test(asked)
+        assert text.startswith("<think>\n")
+        block = text.partition("```json\n")[2].partition("```")[0]
+        assert json.loads(block)[0]["input"] == "1 2\n"
+
+
+def _with_settings(made: Cue, settings: dict[str, Any]) -> Cue:
+    return replace(made, settings=SimpleNamespace(**settings))
+
+
+def test_programs_are_fenced_and_the_reference_is_among_them() -> None:
+    texts = [speak(cue(ASSERTED, seed)) for seed in range(60)]
+    assert about_half([fenced("class Solution: ...") in text for text in texts])
+
+
+def test_a_row_without_a_reference_is_told() -> None:
+    with pytest.raises(DatasetError, match="no reference for a scripted policy"):
+        speak(cue({"prompt": "Say something."}))
+
+
+@pytest.mark.parametrize("config", [{"script": "nothing"}, {"script": "services.inference.scripts.base:SCRIPT"}])
+def test_scripts_that_do_not_exist_are_told(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"script|SCRIPT"):
+        load_scripts(ForcedEngineConfig(**config), recipe(WorkflowConfig()))
+
+
+def test_a_workflow_without_a_script_of_its_own_needs_one_by_name() -> None:
+    workflow = WorkflowConfig(name="services.inference.workflows.single_turn:SingleTurn")
+    with pytest.raises(ConfigError, match=r"forced\.script"):
+        load_scripts(ForcedEngineConfig(), recipe(workflow))
+    book = load_scripts(ForcedEngineConfig(script="single_turn"), recipe(workflow))
+    assert book.parts[Purpose.EVALUATION].script is speak
+
+
+def test_evaluation_by_another_workflow_has_the_script_of_that_one() -> None:
+    evaluated = {
+        "at_start": False,
+        "at_end": False,
+        "workflow": {"name": "single_turn", "settings": {"policy": "model0"}},
+    }
+    book = load_scripts(ForcedEngineConfig(), recipe(WorkflowConfig(name="actor_verifier"), evaluation=evaluated))
+    assert book.parts[Purpose.TRAIN].script is solve_and_verify
+    assert book.parts[Purpose.EVALUATION].script is speak
+    assert book.parts[Purpose.EVALUATION].settings.policy == "model0"
+
+
+def test_the_share_of_right_answers_is_the_recipes() -> None:
+    for share, expected in ((0.0, False), (1.0, True)):
+        assert {replace(cue(MATH, seed), right_share=share).is_right() for seed in range(20)} == {expected}
