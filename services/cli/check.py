@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def check_launch(recipe: Recipe) -> None:
     """What `millrace run` refuses before any process starts; raises ``ConfigError`` with one line per problem."""
-    problems = [*_missing_data(recipe), *misfits(recipe), *_missing_packages(recipe)]
+    problems = [*missing_data(recipe), *misfits(recipe), *_missing_packages(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
@@ -106,7 +106,7 @@ def _check_evaluation_data(recipe: Recipe) -> None:
         raise ConfigError("\n  ".join(problems))
 
 
-def _missing_data(recipe: Recipe) -> list[str]:
+def missing_data(recipe: Recipe) -> list[str]:
     """Datasets known by name that are neither on this disk nor fetched by themselves."""
     from services.orchestrator.catalogue import must_be_fetched_by_hand
 
