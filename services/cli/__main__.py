@@ -300,7 +300,7 @@ def rstar2(
     output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
 ) -> None:
     """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
-    from services.orchestrator.rows.rstar2 import process_train_dataset
+    from services.orchestrator.process_train_dataset import process_train_dataset
 
     done = process_train_dataset(inputs, output)
     console.print(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.cli.free_ports import free_ports, is_free
 from services.common.config.recipe import Recipe, warm_start_dir
 
 
@@ -39,8 +39,10 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     if recipe.envgateway is not None:
         address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
         specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
-    trained = recipe.policies if recipe.run.steps else ()
-    trainers = [trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir)) for policy in trained]
+    trainers = [
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir))
+        for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
+    ]
     return [*specs, *services, *trainers]
 
 
@@ -93,17 +95,9 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     sections = [tree["orchestrator"], *tree["inference"].values()]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
-    held: list[socket.socket] = []  # all held until the end, so that no two get the same
-    try:
-        for section in sections:
-            if section["port"] == 0:
-                listener = socket.socket()
-                listener.bind(("127.0.0.1", 0))
-                held.append(listener)
-                section["port"] = listener.getsockname()[1]
-    finally:
-        for listener in held:
-            listener.close()
+    open_sections = [section for section in sections if section["port"] == 0]
+    for section, port in zip(open_sections, free_ports(len(open_sections)), strict=True):
+        section["port"] = port
     return Recipe.model_validate(tree)
 
 
@@ -112,14 +106,8 @@ def ports_in_use(recipe: Recipe) -> list[str]:
     elsewhere = {f"inference.{name}.port" for name, service in recipe.inference.items() if service.node != 0}
     problems = []
     for where, port in recipe.ports():
-        if not port or where in elsewhere:
-            continue
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
+        if port and where not in elsewhere and not is_free(port):
+            problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
 
 

@@ -1,12 +1,14 @@
-"""Rows with reference answers for trying a recipe where none of its data lies on this machine: sums and small programs.
+"""Rows with reference answers for trying a recipe where none of its data lies on this machine, and for environments.
 
 Generators as ``data.train.generator`` wants them: deterministic, in the form that the datasets' own rows are brought into.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -39,3 +41,21 @@ def programs(seed: int) -> Iterator[dict[str, Any]]:
             "solution": f"print(int(input()) * {factor} + {term})\n",
         }
         number += 1
+
+
+def places(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """``{"id", "index", "messages"}``: the first tasks of an environment, by their place in its own list."""
+    for index in range(count):
+        yield {"id": str(index), "index": index, "messages": []}
+
+
+def games(seed: int, data: str) -> Iterator[dict[str, Any]]:
+    """``{"id", "game", "messages", "expert"}``: ALFWorld's games below a folder with the commands that win them, those
+    with the shortest way first."""
+    found = []
+    for path in Path(data).rglob("game.tw-pddl"):
+        walkthrough = json.loads(path.read_text(encoding="utf-8")).get("walkthrough")
+        if walkthrough:
+            found.append((len(walkthrough), path.relative_to(data).as_posix(), list(walkthrough)))
+    for _, game, walkthrough in sorted(found):
+        yield {"id": game, "game": game, "messages": [], "expert": walkthrough}

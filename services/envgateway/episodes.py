@@ -82,10 +82,10 @@ class EpisodeManager:
         self._lease_s = lease_s
         self._step_timeout_s = step_timeout_s
         self._clock = clock
+        self._closed = False
         self._episodes: dict[str, _Episode] = {}
         self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
         self._creating = 0
-        self._closed = False
         self._lost: OrderedDict[str, str] = OrderedDict()  # why, for those who ask again
         self.counts: Counter[str] = Counter()
 

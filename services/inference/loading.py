@@ -50,7 +50,9 @@ def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_
         return _load_scripted(policy, settings, config, on_tokens)
     if config.engine in ("torch", "forced"):
         return _load_torch(policy, settings, config, on_tokens)
-    raise ConfigError(f"inference: engine {config.engine} cannot be started by this version; write engine: torch")
+    raise ConfigError(
+        f"inference: engine {config.engine} cannot be started by this version; write engine: torch, forced or scripted"
+    )
 
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -21,9 +21,9 @@ from services.common.types import RankBatch, Sequence, TrainingSequence
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.split import rank_share
 from services.orchestrator.experience import Experience
-from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.groups import AdvantageGroup, GroupBy, Member, group_key, split_sequence_id
 from services.orchestrator.journal import records
-from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.journal.writer import Journal, JournalReader
 
 log = structlog.get_logger()
@@ -113,7 +113,7 @@ class Batches:
                 f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
                 f"step {self.newest_step}"
             )
-        wanted = f"{self.policy}: batch of step {training_step} ({self._config.size} sequences)"
+        wanted = f"{self.policy}: batch of step {training_step} ({self._config.fresh_size} sequences)"
         self.num_waiting += 1
         try:
             async with deadline(timeout_s, wanted):
@@ -144,7 +144,11 @@ class Batches:
             if training_step <= self.newest_step:  # another rank was first
                 return await self._replay(training_step)
             groups, statistics = self._experience.take_batch(self.policy, training_step)
-            record, sequences = assemble(self.policy, training_step, groups, self._config.minibatches, statistics)
+            num_fresh = sum(group.size for group in groups)
+            replayed = self._experience.draw_replayed(self.policy, training_step, num_fresh)
+            record, sequences = assemble(
+                self.policy, training_step, groups, self._config.minibatches, statistics, replayed
+            )
             key = records.batch_key(self.policy, training_step)
             await self._journal.append(
                 records.BATCH,
@@ -186,6 +190,43 @@ class Batches:
 
 def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
     """A recorded batch from the journal, also without an orchestrator; ``CorruptDataError`` when it is not whole there."""
+    record, sequences = _read(reader, policy, training_step)
+    missing = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
+    if missing:
+        lost = sorted({name.rpartition("/")[0] for name in missing})
+        raise CorruptDataError(
+            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}"
+        )
+    return Batch(record=record, sequences=sequences, replayed=True)
+
+
+def read_fresh_groups(
+    reader: JournalReader, policy: str, training_step: int, group_by: GroupBy
+) -> list[AdvantageGroup]:
+    """The groups that a recorded batch had for the first time, in its order, less those that are not whole there."""
+    record, sequences = _read(reader, policy, training_step)
+    found: dict[tuple[str, str, str, int], list[BatchEntry]] = {}
+    lost: set[str] = set()  # task groups
+    for entry in record.entries:
+        task_group_id = split_sequence_id(entry.sequence_id)[0]
+        sequence = sequences.get(entry.sequence_id)
+        if sequence is None:
+            lost.add(task_group_id)
+        elif not entry.replayed:
+            found.setdefault((task_group_id, *group_key(sequence, group_by)), []).append(entry)
+    return [
+        AdvantageGroup(
+            task_group_id=task_group_id, policy=policy, role=role, attempt=attempt,
+            members=tuple(Member(sequence_id=e.sequence_id, sequence=sequences[e.sequence_id]) for e in entries),
+            mean=entries[0].group_mean, std=entries[0].group_std,
+        )
+        for (task_group_id, _, role, attempt), entries in found.items()
+        if task_group_id not in lost
+    ]  # fmt: skip
+
+
+def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[BatchRecord, dict[str, Sequence]]:
+    """A recorded batch and those of its sequences that are there."""
     key = records.batch_key(policy, training_step)
     found = reader.find(records.BATCH, [key]).get(key)
     if found is None:
@@ -194,14 +235,14 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [records.trajectory_key(group, index) for group, index, _ in places]
     found_all = reader.find(records.TRAJECTORY, keys)
-    missing = sorted(set(keys) - set(found_all))
-    if missing:
-        raise CorruptDataError(
-            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(missing[:5])}"
-        )
     trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
     sequences = {
-        entry.sequence_id: trajectories[key].sequences[position]
+        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
         for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
+        if key in trajectories
     }
-    return Batch(record=record, sequences=sequences, replayed=True)
+    return record, sequences
+
+
+def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
+    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -1,6 +1,7 @@
 """What resolved slots become: statistics, filtered advantage groups, one buffer and one quota account per policy.
 
-    slot resolved -> quota; last slot -> advantage groups -> dynamic sampling -> buffer -> batch -> version published
+    slot resolved -> quota
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping -> buffer -> batch -> version published
 
 The same methods serve live operation and recovery, in journal order, so a restarted orchestrator holds what the earlier
 one held. Knows nothing about replicas, grpc, or how records became durable.
@@ -13,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.common.config.policy import BatchConfig
+from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.orchestrator.buffer.replay import ReplayStore
 from services.orchestrator.buffer.resample import resample_group
+from services.orchestrator.buffer.shaping import shape_group
 from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord
 
@@ -32,6 +35,9 @@ class StepStatistics:
     num_groups_equal: int = 0
     num_expired: int = 0
     roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
+    num_shaped: int = 0  # sequences whose length was judged
+    num_overlong: int = 0
+    penalty_sum: float = 0.0
 
     def note_roles(self, policy: str, trajectory: Trajectory) -> None:
         for sequence in trajectory.sequences:
@@ -50,6 +56,9 @@ class StepStatistics:
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
         values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
+        if self.num_shaped:
+            values["overlong_share"] = self.num_overlong / self.num_shaped
+            values["overlong_penalty_mean"] = self.penalty_sum / self.num_shaped
         return values
 
 
@@ -67,15 +76,19 @@ class Experience:
         self._counters = counters
         self._on_closed = on_closed
         self.buffers = {
-            name: ExperienceBuffer(batch.size, batch.max_staleness, batch.order) for name, batch in policies.items()
+            name: ExperienceBuffer(batch.fresh_size, batch.max_staleness, batch.order)
+            for name, batch in policies.items()
         }
         self.admission = Admission(
             {
-                name: Limits(batch_size=batch.size, max_staleness=batch.max_staleness, num_steps=num_steps)
+                name: Limits(batch_size=batch.fresh_size, max_staleness=batch.max_staleness, num_steps=num_steps)
                 for name, batch in policies.items()
             },
             admit,
         )
+        self.replay = {name: ReplayStore(name, batch.replay) for name, batch in policies.items()}
+        self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
+        self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
@@ -112,7 +125,7 @@ class Experience:
             self._completed(group)
 
     def _completed(self, group: TaskGroup) -> None:
-        for advantage_group in advantage_groups(group):
+        for advantage_group in advantage_groups(group, self._group_by):
             self._take_in(advantage_group)
         if not self._buffered[group.id]:
             del self._buffered[group.id]
@@ -135,6 +148,8 @@ class Experience:
                 self._since_batch[policy].num_groups_equal += 1
                 return
             group = kept
+        if config.overlong_penalty is not None:
+            group = self._shaped(group, config.overlong_penalty)
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
         elif not self.buffers[policy].add(group):
@@ -143,13 +158,22 @@ class Experience:
         else:
             self._buffered[group.task_group_id] += 1
 
+    def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
+        shaped, penalties = shape_group(group, config)
+        since = self._since_batch[group.policy]
+        since.num_shaped += len(penalties)
+        since.num_overlong += sum(penalty > 0 for penalty in penalties)
+        since.penalty_sum += sum(penalties)
+        return shaped
+
     def _drop(self, group: AdvantageGroup, counter: str) -> None:
         self.admission.returned(group.policy, group.size)
         self._counters[counter] += group.size
 
     def buffered_groups(self) -> set[str]:
-        """Task groups with sequences that wait for a batch."""
-        return set(self._buffered)
+        """Task groups with sequences that wait for a batch, or may be in another one."""
+        replayable = (group.task_group_id for store in self.replay.values() for group in store.groups)
+        return set(self._buffered) | set(replayable)
 
     def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
         """Groups for a batch that can be taken, and what happened since the one before."""
@@ -157,7 +181,27 @@ class Experience:
         statistics = self._since_batch[policy].summary()
         self._since_batch[policy] = StepStatistics()
         self._in_training[policy, training_step] = sum(group.size for group in groups)
+        if self.replay[policy].enabled:
+            self._fresh[policy, training_step] = groups
         return groups, statistics
+
+    def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
+        """Trained groups that fill a batch of so many fresh sequences up, as far as any are young enough."""
+        if not self.replay[policy].enabled:
+            return []
+        drawn = self.replay[policy].draw(training_step, self._policies[policy].size - num_fresh)
+        self._counters["sequences_replayed"] += sum(group.size for group in drawn)
+        return drawn
+
+    def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
+        """What an earlier process trained for the first time in the steps from ``first_step`` on, lived through again."""
+        version = self.replay[policy].version
+        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay)
+        for training_step, groups in enumerate(fresh, start=first_step):
+            if training_step <= version:
+                self.replay[policy].trained(groups, training_step)
+            else:
+                self._fresh[policy, training_step] = groups
 
     def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
         """A batch of these groups is durable."""
@@ -167,11 +211,12 @@ class Experience:
     def recover_batch(self, record: BatchRecord) -> None:
         """A batch was recorded by an earlier process: its sequences are no longer for anybody else."""
         policy = record.policy
-        groups = self.buffers[policy].take_named({entry.sequence_id for entry in record.entries})
+        fresh = [entry for entry in record.entries if not entry.replayed]
+        groups = self.buffers[policy].take_named({entry.sequence_id for entry in fresh})
         self._since_batch[policy] = StepStatistics()
-        missing = len(record.entries) - sum(group.size for group in groups)  # of task groups closed long ago
+        missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
         self.admission.accounts[policy].accepted += missing
-        self._in_training[policy, record.training_step] = len(record.entries)
+        self._in_training[policy, record.training_step] = len(fresh)
         self.batch_recorded(groups)
 
     def advanced(self, policy: str, version: int) -> None:
@@ -179,6 +224,7 @@ class Experience:
         self.admission.advanced(policy, version)
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
             self.admission.returned(policy, self._in_training.pop(key))
+        self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
         for group in self.buffers[policy].advance(version):
             self._since_batch[policy].num_expired += group.size
             self._drop(group, "sequences_expired")

@@ -8,12 +8,15 @@ Knows nothing about replicas, buffers or the journal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
 
 from services.common.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
 
 Outcome = Trajectory | RolloutFailure
+GroupBy = Literal["attempt", "policy"]
 
 
 @dataclass(slots=True)
@@ -74,7 +77,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageGroup:
-    """Sequences of one task group with the same policy, role and attempt, and their statistics."""
+    """Sequences of one task group that are compared with each other, and their statistics.
+
+    They share policy, role and attempt; with ``group_by: policy`` the policy alone, and role and attempt say nothing.
+    """
 
     task_group_id: str
     policy: str
@@ -110,15 +116,18 @@ def split_sequence_id(name: str) -> tuple[str, int, int]:
     return group, int(index), int(position)
 
 
-def advantage_groups(group: TaskGroup) -> list[AdvantageGroup]:
-    """All advantage groups of a complete task group, in the order in which their first sequences stand."""
+def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})) -> list[AdvantageGroup]:
+    """All advantage groups of a complete task group, in the order in which their first sequences stand.
+
+    ``group_by`` has the rule of each policy; one that it lacks goes by attempt.
+    """
     if not group.complete:
         raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
     members: dict[tuple[str, str, int], list[Member]] = {}
     for trajectory in group.trajectories:
         for position, sequence in enumerate(trajectory.sequences):
             name = sequence_id(group.id, trajectory.index, position)
-            key = (sequence.policy, sequence.role, sequence.attempt)
+            key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
             members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
     groups = []
     for (policy, role, attempt), found in members.items():
@@ -130,6 +139,13 @@ def advantage_groups(group: TaskGroup) -> list[AdvantageGroup]:
             )
         )  # fmt: skip
     return groups
+
+
+def group_key(sequence: Sequence, group_by: GroupBy) -> tuple[str, str, int]:
+    """(policy, role, attempt) of the advantage group that a sequence belongs to."""
+    if group_by == "policy":
+        return sequence.policy, "", 0
+    return sequence.policy, sequence.role, sequence.attempt
 
 
 def statistics(rewards: Iterable[float]) -> tuple[float, float]:
@@ -147,7 +163,12 @@ def statistics(rewards: Iterable[float]) -> tuple[float, float]:
 
 def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup:
     """A group of some of the members, with statistics of its own."""
-    members = tuple(group.members[position] for position in positions)
+    return with_members(group, (group.members[position] for position in positions))
+
+
+def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGroup:
+    """The same group of these members, its statistics stamped anew."""
+    members = tuple(found)
     mean, std = statistics([member.sequence.reward for member in members])
     return replace(group, members=members, mean=mean, std=std)
 

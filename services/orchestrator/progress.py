@@ -73,7 +73,7 @@ def waits(ring: Ring) -> list[str]:
             found.append(f"run waits for the first version of {policy}")
         if ring.batches[policy].num_waiting:
             have = ring.experience.buffers[policy].num_sequences
-            need = ring.recipe.policies[policy].batch.size
+            need = ring.recipe.policies[policy].batch.fresh_size
             found.append(f"trainer {policy} waits for sequences: {have} of {need}")
     for name, resolved, total in ring.evaluations.progress():
         found.append(f"evaluation {name}: {resolved} of {total}")

@@ -12,7 +12,9 @@ from typing import Any
 
 import structlog
 
-from services.orchestrator.groups import TaskGroup
+from services.common.errors import CorruptDataError
+from services.orchestrator.batches import read_fresh_groups
+from services.orchestrator.groups import AdvantageGroup, GroupBy, TaskGroup
 from services.orchestrator.journal import records
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.writer import JournalReader
@@ -51,6 +53,7 @@ def recover(ring: Ring, reader: JournalReader) -> None:
         _apply(ring, row, record, survey, owners)
     if survey.last_state is not None:
         _apply_state(ring, reader.load(survey.last_state))
+    _refill_replay(ring, reader)
     _give_back(ring, owners)
     log.info("run.recovered", records=survey.num_rows, task_groups=len(ring.groups), state=ring.control.state.value)
 
@@ -131,6 +134,26 @@ def _apply_state(ring: Ring, state: dict[str, Any] | None) -> None:
     ring.control.phase = phase if phase is not RunState.STOPPED else RunState.STARTING
     ring.control.paused = state["paused"]
     ring.apply_control()
+
+
+def _refill_replay(ring: Ring, reader: JournalReader) -> None:
+    """Trained groups that are young enough to be trained again; their task groups are closed, so nobody parsed them."""
+    for name, policy in ring.recipe.policies.items():
+        store, newest = ring.experience.replay[name], ring.batches[name].newest_step
+        if store.enabled:
+            # Step s trained what was sampled from version s - 1 or before.
+            first = max(1, store.version - policy.batch.replay.max_staleness + 1)
+            steps = range(first, newest + 1)
+            fresh = (_fresh_groups(reader, name, step, policy.batch.group_by) for step in steps)
+            ring.experience.refill_replay(name, first, fresh)
+
+
+def _fresh_groups(reader: JournalReader, policy: str, training_step: int, group_by: GroupBy) -> list[AdvantageGroup]:
+    try:
+        return read_fresh_groups(reader, policy, training_step, group_by)
+    except CorruptDataError as error:  # replay is a supplement: what cannot be read is not drawn again
+        log.warning("replay.lost", policy=policy, step=training_step, error=error.message)
+        return []
 
 
 def _give_back(ring: Ring, owners: dict[str, tuple[str, str]]) -> None:

@@ -74,9 +74,9 @@ class AgentBenchConfig(Section):
     """Left at auto, the server is asked once."""
     task: str = ""
     """Name of the task at a classic controller; left out, its only one."""
-    start_timeout_s: float = Field(default=55.0, gt=0)
+    start_timeout_s: float = Field(default=50.0, gt=0)
     """Starting a session may take this long."""
-    step_timeout_s: float = Field(default=55.0, gt=0)
+    step_timeout_s: float = Field(default=50.0, gt=0)
     """One turn may take this long."""
     connections: int = Field(default=256, ge=1)
     """Connections at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.base import Section
@@ -31,6 +31,30 @@ class ResampleConfig(Section):
     """The metric of a sequence that is its penalty; a sequence without it has none."""
 
 
+class OverlongPenaltyConfig(Section):
+    max_tokens: int = Field(ge=1)
+    """A sequence in which the policy wrote this many tokens or more pays all of `factor`."""
+    buffer_tokens: int = Field(ge=1)
+    """The penalty grows from 0 over this many tokens below `max_tokens` (DAPO: 4096 below 20,480)."""
+    factor: float = Field(default=1.0, gt=0)
+    """The largest penalty, taken off the reward."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongPenaltyConfig:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+
+class ReplayConfig(Section):
+    ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a batch's `size` that is drawn again from groups that were trained before, while there are any. 0 is off."""
+    capacity: int = Field(default=10_000, ge=1)
+    """Trained sequences that are kept for it; the oldest arrivals leave first."""
+    max_staleness: int = Field(default=8, ge=1)
+    """Largest age, in versions, of a replayed sequence; of its own, beside the batch's `max_staleness`."""
+
+
 class BatchConfig(Section):
     size: int = Field(default=256, ge=1)
     """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
@@ -42,8 +66,31 @@ class BatchConfig(Section):
     """`deadline`: oldest version first. `fifo`: first complete, first trained."""
     dynamic_sampling: bool = True
     """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
+    group_by: Literal["attempt", "policy"] = "attempt"
+    """Which sequences of a task group are compared with each other: `attempt`, those of one role and attempt, so that first
+    tries and retries are normalised apart; `policy`, all of the policy."""
     resample: ResampleConfig | None = None
     """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out, all of it."""
+    overlong_penalty: OverlongPenaltyConfig | None = None
+    """DAPO: long sequences pay. Taken off rewards after dynamic sampling and `resample` have judged them as they came, and
+    before a group's statistics are stamped. Left out, nobody pays."""
+    replay: ReplayConfig = ReplayConfig()
+    """Train a part of each batch a second time. A batch then waits for fewer fresh sequences, and is smaller than `size`
+    while too few are young enough to be replayed."""
+
+    @property
+    def fresh_size(self) -> int:
+        """Sequences of a batch, at least, that were never trained before."""
+        return max(1, self.size - round(self.replay.ratio * self.size))
+
+    @model_validator(mode="after")
+    def _fresh_minibatches(self) -> BatchConfig:
+        if self.replay.ratio > 0 and self.minibatches > self.fresh_size:
+            raise ValueError(
+                f"minibatches ({self.minibatches}) exceeds the {self.fresh_size} fresh sequences that replay.ratio "
+                f"{self.replay.ratio:g} leaves of size {self.size}: a minibatch needs at least one sequence"
+            )
+        return self
 
 
 class TrainerConfig(Section):

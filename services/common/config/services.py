@@ -97,10 +97,10 @@ class InferenceConfig(Section):
     """With `sglang`, engines of each policy (data parallel); left out, all GPUs are the only policy's."""
     scripted: ScriptedEngineConfig = ScriptedEngineConfig()
     """Settings of the scripted engine."""
-    sglang: SglangConfig = SglangConfig()
-    """Settings of the SGLang engines."""
     forced: ForcedEngineConfig = ForcedEngineConfig()
     """Settings of the forced engine."""
+    sglang: SglangConfig = SglangConfig()
+    """Settings of the SGLang engines."""
 
 
 class WarmStartConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from services.common.config.envgateway import EnvGatewayConfig
+from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.envs.base import World
 from services.envgateway.envs.textworld.world import TextworldWorld
@@ -13,7 +14,12 @@ from services.envgateway.envs.webshop.world import WebshopWorld
 
 def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
     """By name: a world, or why there is none. Raises ``ConfigError`` for settings that cannot work."""
-    return {"alfworld": _alfworld(config), "textworld": _textworld(config), "webshop": _webshop(config)}
+    return {
+        "alfworld": _alfworld(config),
+        "textworld": _textworld(config),
+        "webshop": _webshop(config),
+        **{name: AgentBenchWorld(server) for name, server in config.agentbench.items()},
+    }
 
 
 def _alfworld(config: EnvGatewayConfig) -> World | str:

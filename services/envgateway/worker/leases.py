@@ -15,6 +15,7 @@ from services.envgateway.calls import SharedCalls
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client
 from services.envgateway.queue.streams.names import GATEWAY, GROUP, JOB_ID, PAYLOAD, Names, finish
+from services.envgateway.queue.streams.scripts import ANSWER
 from services.envgateway.worker.held import Delivery
 
 log = structlog.get_logger()
@@ -112,19 +113,21 @@ class Leases:
         if not self._answers:
             self._answer_is_there.clear()
         try:
-            async with self._client.pipeline(transaction=True) as pipe:
-                for delivery, payload in answers:
-                    results = self._names.results(delivery.gateway)
-                    pipe.xadd(results, {JOB_ID: delivery.job_id, PAYLOAD: payload})
-                    pipe.expire(results, RESULTS_EXPIRE_S)
-                    finish(pipe, self._names.jobs(delivery.lane), delivery.entry)
-                await pipe.execute()
+            await self._send(answers)
         except (*UNREACHABLE, asyncio.CancelledError):
             self._answers = answers + self._answers
             self._answer_is_there.set()
             raise
         if not self._answers:
             self.all_sent.set()
+
+    async def _send(self, answers: list[tuple[Delivery, bytes]]) -> None:
+        keys: list[str] = []
+        arguments: list[Any] = [GROUP, RESULTS_EXPIRE_S]
+        for delivery, payload in answers:
+            keys += (self._names.results(delivery.gateway), self._names.jobs(delivery.lane))
+            arguments += (delivery.entry, delivery.job_id, payload)
+        await self._client.eval(ANSWER, len(keys), *keys, *arguments)
 
     async def drop(self, delivery: Delivery) -> None:
         """Nobody waits for it."""

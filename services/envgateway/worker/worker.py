@@ -144,7 +144,7 @@ class Worker:
 
     async def _take(self, lane: Lane) -> None:
         room = self._room(lane)
-        if room <= 0 or self._last_attempts.alone or self._stopping.is_set():
+        if room <= self._ahead(lane) // 2 or self._last_attempts.alone or self._stopping.is_set():
             await self._held.wait_for_change()
             return
         if self._rest.left_s:
@@ -166,9 +166,10 @@ class Worker:
 
     def _room(self, lane: Lane) -> int:
         """Jobs of this lane to take now: its slots, and as many ahead as are finished in a blink."""
-        slots = self._slots(lane)
-        ahead = int(slots * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
-        return slots + ahead - self._held.count(lane)
+        return self._slots(lane) + self._ahead(lane) - self._held.count(lane)
+
+    def _ahead(self, lane: Lane) -> int:
+        return int(self._slots(lane) * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
 
     def _hold(self, delivery: Delivery) -> asyncio.Task[None]:
         return self._held.hold(delivery, self._deal_with(delivery))

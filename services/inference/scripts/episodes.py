@@ -1,8 +1,10 @@
-"""``agent_env``: an expert's actions in the share of episodes that are right, aimless ones in the others.
+"""``agent_env``: an expert's actions in the share of episodes that are right; the others come to nothing, soon.
 
 The expert is the task's own list of actions (``expert``, ``walkthrough`` or ``actions``). Without one a shop is shopped
 in by reading its pages: search for the instruction, look at the first hit, buy it; elsewhere any action that is listed
 as available is as good as another.
+
+An episode that goes wrong repeats one action, or ends by a reply without an action: task servers end such episodes early.
 """
 
 from __future__ import annotations
@@ -16,19 +18,26 @@ from services.inference.scripts.words import reasoning
 _EXPERTS = ("expert", "walkthrough", "actions")
 _INSTRUCTION = re.compile(r"Instruction:\s*(?:\[SEP\]\s*)?(.+?)\s*(?:\[SEP\]|\n)")
 _PRODUCT = re.compile(r"\bB[0-9A-Z]{9}\b")
-_LISTED = re.compile(r"AVAILABLE ACTIONS:\s*(.+?)(?:<\||\Z)", re.DOTALL)
-_PASSIVE = ("help", "inventory", "look")  # cost a turn and change nothing
+_LISTED = re.compile(r"AVAILABLE ACTIONS:\s*(.+?)\s*(?:<\||\Z)", re.DOTALL)
+_IDLE = "look"
 
 
 def act(cue: Cue) -> str:
     turn = len(cue.said)
-    page = cue.prompt[cue.prompt.rfind("<|im_start|>user") :] if "<|im_start|>user" in cue.prompt else cue.prompt
-    expert = _expert(cue)
+    page = cue.prompt[max(0, cue.prompt.rfind("<|im_start|>user")) :]  # the newest that the environment said
+    instructions = _INSTRUCTION.findall(page)
     if cue.is_right():
-        action = expert[turn] if turn < len(expert) else _shopping(page) or _any_listed(cue, page)
-    else:
-        action = _window_shopping(page) or _any_listed(cue, page)
-    return _reply(cue, action)
+        expert = _expert(cue)
+        if turn < len(expert):
+            return _reply(cue, expert[turn], reasoning(cue))
+        return _reply(
+            cue, _shopping(page, instructions[-1]) if instructions else _any_listed(cue, page), reasoning(cue)
+        )
+    if not instructions:
+        return _reply(cue, _IDLE, "nothing comes to mind. ")
+    if turn == 0:
+        return _reply(cue, f"search[{instructions[-1]}]", reasoning(cue))
+    return "Nothing here is what I am looking for."
 
 
 def _expert(cue: Cue) -> Sequence[str]:
@@ -39,42 +48,25 @@ def _expert(cue: Cue) -> Sequence[str]:
     return ()
 
 
-def _shopping(page: str) -> str | None:
-    """The straight way to a purchase, from what the page shows; None where this is no shop."""
-    instruction = _instruction(page)
-    if instruction is None:
-        return None
-    if "Buy Now" in page:
+def _shopping(page: str, instruction: str) -> str:
+    """The straight way to a purchase, from what the page shows."""
+    shown = page[page.rfind("Instruction:") :]
+    if "Buy Now" in shown:
         return "click[Buy Now]"
-    product = _PRODUCT.search(page[page.rfind("Instruction:") :])
+    product = _PRODUCT.search(shown)
     return f"click[{product.group()}]" if product else f"search[{instruction}]"
-
-
-def _window_shopping(page: str) -> str | None:
-    """Something that never buys."""
-    instruction = _instruction(page)
-    if instruction is None:
-        return None
-    return "click[Back to Search]" if "Back to Search" in page else f"search[{instruction}]"
-
-
-def _instruction(page: str) -> str | None:
-    found = _INSTRUCTION.findall(page)
-    return str(found[-1]) if found else None
 
 
 def _any_listed(cue: Cue, page: str) -> str:
     listed = _LISTED.findall(page)
     actions = [line.strip(" -,") for line in re.split(r"[\n,]", listed[-1])] if listed else []
-    useful = [action for action in actions if action] or list(_PASSIVE)
-    return cue.random(f"action/{len(cue.said)}").choice(useful)
+    return cue.random(f"action/{len(cue.said)}").choice([action for action in actions if action] or [_IDLE])
 
 
-def _reply(cue: Cue, action: str) -> str:
+def _reply(cue: Cue, action: str, thought: str) -> str:
     """As AgentBench's task servers read it; the bare action where the prompt asks for no form."""
-    if "action:" not in cue.prompt.lower():
-        return action
-    heading = "ACTION:" if "ACTION:" in cue.prompt else "Action:"
-    if heading == "ACTION:":
-        return f"THOUGHT: {reasoning(cue)}ACTION: {action}"
-    return f"Thought:\n{reasoning(cue)}\n\nAction:\n{action}"
+    if "ACTION:" in cue.prompt:
+        return f"THOUGHT: {thought}ACTION: {action}"
+    if "Action:" in cue.prompt:
+        return f"Thought:\n{thought}\n\nAction:\n{action}"
+    return action

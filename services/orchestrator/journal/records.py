@@ -70,6 +70,8 @@ class BatchEntry:
     group_size: int
     staleness: int
     num_tokens: int
+    reward: float | None = None  # what is trained on; None: as it is in the trajectory
+    replayed: bool = False  # an earlier batch had it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +270,8 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "group_size": e.group_size,
                 "staleness": e.staleness,
                 "num_tokens": e.num_tokens,
+                "reward": e.reward,
+                "replayed": e.replayed,
             }
             for e in batch.entries
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.profiles import load_with_profile, rows_here
+from services.cli.here import rows_here, world_here
+from services.cli.profiles import load_with_profile
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
@@ -110,8 +112,12 @@ def tree_of(name: str) -> dict[str, Any]:
     return validate(RECIPES[name], source=name).model_dump(mode="json")
 
 
+def no_world(environment: str, tree: Mapping[str, Any]) -> None:
+    """The recipe's own environment and tasks are taken."""
+
+
 def small(name: str) -> dict[str, Any]:
-    return tiny(tree_of(name), rows_here)
+    return tiny(tree_of(name), rows_here, no_world)
 
 
 def differences(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -138,7 +144,7 @@ def no_rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_recipe_is_about_stays(name: str) -> None:
     before = tree_of(name)
     untouched = copy.deepcopy(before)
-    after = tiny(before, rows_here)
+    after = tiny(before, rows_here, no_world)
     assert before == untouched, "the tree that was given is left as it is"
     found = list(differences(before, validate(after, source=name).model_dump(mode="json")))
     assert not [".".join(path) for path in found if not allowed(path)]
@@ -178,7 +184,7 @@ def test_the_share_that_resampling_keeps_stays() -> None:
 def test_a_services_own_script_stays() -> None:
     tree = tree_of("math")
     tree["inference"]["a"]["forced"]["script"] = "my.module:speak"
-    assert tiny(tree, rows_here)["inference"]["a"]["forced"]["script"] == "my.module:speak"
+    assert tiny(tree, rows_here, no_world)["inference"]["a"]["forced"]["script"] == "my.module:speak"
 
 
 def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +226,57 @@ def printed_by(program: str, stdin: str) -> str:
     return "".join(printed)
 
 
+def agents(environment: str, runs: Path, **gateway: Any) -> dict[str, Any]:
+    """The tree of a recipe that plays episodes."""
+    workflow = {"name": "agent_env", "settings": {"environment": environment}}
+    tree = {**RECIPES["agents"], "run": {"steps": 1200, "dir": str(runs)}, "workflow": workflow, "envgateway": gateway}
+    return validate(tree, source="agents").model_dump(mode="json")
+
+
+def test_a_shop_is_made_where_there_is_none(tmp_path: Path) -> None:
+    recipe = validate(tiny(agents("webshop", tmp_path), rows_here, world_here), source="t")
+    assert recipe.envgateway is not None
+    assert recipe.envgateway.webshop.data == tmp_path / "worlds" / "webshop-catalogue"
+    assert (tmp_path / "worlds" / "webshop-catalogue" / "items_human_ins.json").is_file()
+    for dataset in (recipe.data.train, *recipe.data.evaluation.values()):
+        assert open_source(dataset, seed=1)[1].data == {"id": "1", "index": 1, "messages": []}
+
+
+def test_a_shop_of_the_recipe_is_kept_and_one_of_the_data_root_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
+    assert made["envgateway"]["webshop"]["data"] == str(own)
+    (tmp_path / "webshop_made").mkdir()
+    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    made = tiny(agents("webshop", tmp_path), rows_here, world_here)
+    assert made["envgateway"]["webshop"]["data"] == str(tmp_path / "webshop_made")
+    assert not (tmp_path / "worlds").exists()
+
+
+def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> None:
+    for name, commands in (("long", ["go", "take", "go", "put"]), ("short", ["go", "put"]), ("unknown", [])):
+        game = tmp_path / "own" / "json_2.1.1" / name / "game.tw-pddl"
+        game.parent.mkdir(parents=True)
+        game.write_text(json.dumps({"walkthrough": commands}))
+    tree = agents("alfworld", tmp_path, alfworld={"data": str(tmp_path / "own")})
+    recipe = validate(tiny(tree, rows_here, world_here), source="t")
+    source = open_source(recipe.data.train, seed=1)
+    assert [source[row].data["expert"] for row in range(len(source))] == [["go", "put"], ["go", "take", "go", "put"]]
+    assert source[0].data["game"] == "json_2.1.1/short/game.tw-pddl"
+
+
+def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
+    pytest.importorskip("fast_downward", reason="the extra alfworld is not installed")
+    for _ in range(2):  # the second time they are there
+        made = tiny(agents("alfworld", tmp_path), rows_here, world_here)
+    folder = Path(made["envgateway"]["alfworld"]["data"])
+    assert len(list(folder.rglob("game.tw-pddl"))) == 24
+    assert [path.name for path in (tmp_path / "worlds").iterdir()] == ["alfworld-houses"]
+
+
 def test_a_dataset_nobody_knows_is_told() -> None:
     with pytest.raises(DatasetError, match="no dataset is known as 'nothing'"):
         rows_here({"name": "nothing"})
@@ -243,7 +300,7 @@ def test_settings_of_the_command_line_count_after_the_profile(tmp_path: Path) ->
 
 def test_ports_of_variables_count_last(tmp_path: Path) -> None:
     path = written(tmp_path, BASE)
-    recipe = load_recipe(path, [], {"ORCHESTRATOR_PORT": "50123"}, lambda tree: tiny(tree, rows_here))
+    recipe = load_recipe(path, [], {"ORCHESTRATOR_PORT": "50123"}, lambda tree: tiny(tree, rows_here, no_world))
     assert recipe.orchestrator.port == 50123
 
 

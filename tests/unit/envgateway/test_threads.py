@@ -47,13 +47,19 @@ async def test_no_more_run_at_once_than_allowed() -> None:
 
 async def test_stalled_calls_take_nobody_elses_thread_and_their_own_end_in_time() -> None:
     threads = DaemonThreads(2)
-    release = threading.Event()
-    stalled = [asyncio.ensure_future(threads.run(release.wait, 30)) for _ in range(6)]
-    await asyncio.sleep(0.05)
+    release, begun = threading.Event(), threading.Semaphore(0)
+
+    def stall() -> None:
+        begun.release()
+        release.wait(30)
+
+    stalled = [asyncio.ensure_future(threads.run(stall)) for _ in range(6)]
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
     for call in stalled:
         call.cancel()
     await asyncio.wait(stalled)
-    assert threads.num_stalled >= 2  # those that had begun; the others may have, on the threads that replaced theirs
+    assert 2 <= threads.num_stalled <= 6  # the others had not begun, or began on a fresh thread
     assert await asyncio.wait_for(asyncio.gather(*(threads.run(int, n) for n in range(50))), 10) == list(range(50))
     release.set()
     async with asyncio.timeout(10):
@@ -63,10 +69,10 @@ async def test_stalled_calls_take_nobody_elses_thread_and_their_own_end_in_time(
 
 async def test_a_call_that_has_not_begun_never_runs_once_it_is_given_up() -> None:
     threads = DaemonThreads(1)
-    release, ran = threading.Event(), []
+    release, ran = threading.Event(), list[int]()
     first = asyncio.ensure_future(threads.run(release.wait, 30))
     second = asyncio.ensure_future(threads.run(ran.append, 1))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)  # both are asked for; the only thread takes them in order
     second.cancel()
     await asyncio.wait([second])
     release.set()

@@ -19,11 +19,17 @@ from services.orchestrator.groups import TaskGroup
 
 
 def sequence(
-    reward: float = 0.0, version: int = 0, num_tokens: int = 4, policy: str = "model0", role: str = "agent"
+    reward: float = 0.0,
+    version: int = 0,
+    num_tokens: int = 4,
+    policy: str = "model0",
+    role: str = "agent",
+    attempt: int = 0,
 ) -> Sequence:
     return Sequence(
         policy=policy,
         role=role,
+        attempt=attempt,
         reward=reward,
         stop_reason=StopReason.STOP,
         segments=(

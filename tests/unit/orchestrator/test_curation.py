@@ -76,3 +76,52 @@ def test_greso_decides_by_seed_and_position_alone() -> None:
 
 
 GOLDEN = [1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0]
+
+
+def test_greso_golden_course_under_a_fixed_seed() -> None:
+    """Twelve prompts over ten versions: some always solved, some never, some mixed. A change is a change of every run."""
+    curation = Greso(seed=7)
+    played: list[str] = []
+    chances: list[tuple[float, float]] = []
+    position = 0
+    for _ in range(10):
+        decisions = ""
+        for row in range(12):
+            accepted = curation.accepts(row, position)
+            decisions += str(int(accepted))
+            position += 1
+            if accepted:
+                curation.observe(row, [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]][row % 3])
+        curation.advanced()
+        played.append(decisions)
+        chances.append((round(curation.p["easy"], 2), round(curation.p["hard"], 2)))
+    assert played == COURSE
+    assert chances == COURSE_CHANCES
+    assert curation.gauges()["curation_skipped"] == sum(decisions.count("0") for decisions in COURSE)
+    assert all(decisions[2::3] == "1111" for decisions in COURSE), "what brings a gradient is always played"
+
+
+COURSE = [
+    "111111111111",
+    "111001001101",
+    "011111001101",
+    "011001001011",
+    "011011111001",
+    "011001001011",
+    "101001101001",
+    "101011001011",
+    "011001001001",
+    "101011001001",
+]
+COURSE_CHANCES = [
+    (0.49, 0.49),
+    (0.48, 0.5),
+    (0.47, 0.49),
+    (0.48, 0.48),
+    (0.47, 0.47),
+    (0.48, 0.46),
+    (0.47, 0.47),
+    (0.46, 0.46),
+    (0.47, 0.45),
+    (0.46, 0.46),
+]

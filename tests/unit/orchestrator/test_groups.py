@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from services.orchestrator.groups import advantage_groups, dynamic_sampling, sequence_id, split_sequence_id, statistics
+from services.orchestrator.groups import (
+    TaskGroup,
+    advantage_groups,
+    dynamic_sampling,
+    sequence_id,
+    split_sequence_id,
+    statistics,
+)
 from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
 
 
@@ -58,6 +65,34 @@ def test_sequences_of_other_policies_roles_and_attempts_are_compared_apart() -> 
         ("model0", "checker", 2, 0.0),
         ("b", "agent", 2, 0.5),
     ]
+
+
+def retried() -> TaskGroup:
+    """Four rollouts of a solver, of which two tried again, each with a checker of the other policy."""
+    made = group(size=4)
+    for index, (first, second) in enumerate([(1.0, None), (0.0, 1.0), (1.0, None), (0.0, 0.5)]):
+        parts = [sequence(first, role="solver"), sequence(float(index == 3), policy="b", role="checker")]
+        if second is not None:
+            parts.append(sequence(second, role="solver", attempt=1))
+        made.resolve(trajectory("g", index, *parts))
+    return made
+
+
+def test_first_tries_and_retries_are_compared_apart_by_default() -> None:
+    by_attempt = advantage_groups(retried(), {"model0": "attempt"})
+    assert [(g.policy, g.role, g.attempt, g.size, g.mean) for g in by_attempt] == [
+        ("model0", "solver", 0, 4, 0.5),
+        ("b", "checker", 0, 4, 0.25),
+        ("model0", "solver", 1, 2, 0.75),
+    ]
+
+
+def test_grouped_by_policy_everything_of_a_policy_is_compared() -> None:
+    mixed, other = advantage_groups(retried(), {"model0": "policy"})
+    assert (mixed.policy, mixed.size, mixed.mean) == ("model0", 6, pytest.approx(3.5 / 6))
+    assert mixed.std == statistics([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])[1]
+    assert [m.sequence_id for m in mixed.members] == ["g/0/0", "g/1/0", "g/1/2", "g/2/0", "g/3/0", "g/3/2"]
+    assert (other.policy, other.role, other.size) == ("b", "checker", 4), "each policy has its own rule"
 
 
 def test_an_incomplete_group_has_no_statistics() -> None:

@@ -24,6 +24,28 @@ def test_quotas_of_sixteen_out_of_thirty_two(num_positive: int, kept: tuple[int,
     assert quotas(32 - num_positive, num_positive, 16) == kept
 
 
+@pytest.mark.parametrize(
+    ("num_negative", "num_positive", "keep", "kept"),
+    [
+        (5, 3, 4, (2, 2)),  # 2.5 and 1.5: halves go to the even number
+        (3, 5, 4, (2, 2)),
+        (7, 1, 4, (3, 1)),  # 3.5 is 4, the right one stays: one too many, the larger kind gives way
+        (1, 7, 4, (1, 3)),
+        (13, 3, 8, (6, 2)),  # 6.5 is 6
+        (11, 5, 8, (6, 2)),  # 5.5 is 6, 2.5 is 2
+        (9, 7, 8, (4, 4)),  # 4.5 is 4, 3.5 is 4
+        (3, 3, 5, (3, 2)),  # 2.5 twice is 2 and 2: one more is taken
+        (1, 3, 2, (1, 1)),
+        (6, 2, 2, (1, 1)),
+        (2, 2, 8, (2, 2)),  # nothing to leave out
+    ],
+)
+def test_quotas_round_half_to_even_and_fill_the_group(
+    num_negative: int, num_positive: int, keep: int, kept: tuple[int, int]
+) -> None:
+    assert quotas(num_negative, num_positive, keep) == kept
+
+
 @given(negative=st.integers(1, 64), positive=st.integers(1, 64), keep=st.integers(2, 64))
 def test_quotas_fill_the_group_and_lose_neither_kind(negative: int, positive: int, keep: int) -> None:
     kept_negative, kept_positive = quotas(negative, positive, keep)

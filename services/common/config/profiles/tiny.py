@@ -3,10 +3,10 @@
     swapped    models for random ones of the same architecture, made on the spot; sampling for scripted answers of which half
                are right (``engine: forced``), with real log-probabilities and versions
     shrunk     steps, batches, groups, contexts and budgets, evaluation; rows to a few, of those that lie on this machine
-    freed      ports, hosts, devices: everything on this machine's CPU, on free ports, in float32
+    freed      ports, hosts, nodes, devices: everything on this machine's CPU, on free ports, in float32
     kept       workflows, rewards, filters, losses, optimizers, environments, weight transfer, and which services there are
 
-A pure function from a recipe's tree to another; which rows lie on this machine is asked of its caller. Budgets are set
+A pure function from a recipe's tree to another; what lies on this machine is asked of its caller. Budgets are set
 rather than lowered: they count tokens, and a tiny tokenizer needs about twice as many as a real one.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 
 Tree = dict[str, Any]
 FindRows = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+World = tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Any]]  # sections of the gateway by name, and the dataset
+FindWorld = Callable[[str, Mapping[str, Any]], World | None]
 
 BUILDER = "services.common.tiny_models:build"
 STEPS = 3
@@ -36,13 +38,21 @@ LOOPBACK = "127.0.0.1"
 _QWEN2_MARKS = ("qwen2", "qwen1.5")
 
 
-def tiny(tree: Mapping[str, Any], find_rows: FindRows) -> Tree:
-    """The tree of a validated recipe, made small. ``find_rows`` turns a dataset's section into that of rows that lie here."""
+def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) -> Tree:
+    """The tree of a validated recipe, made small.
+
+    ``find_rows`` turns a dataset's section into that of rows that lie here. ``find_world`` gives, for the name of an
+    environment, what the gateway's section needs to offer it here and the dataset of its tasks with experts; None where
+    the recipe's own are to be taken.
+    """
     made: Tree = copy.deepcopy(dict(tree))
     episodes = made["workflow"]["name"] == "agent_env"
     made["name"] = f"{made['name']}-tiny"
     made["run"]["steps"] = min(made["run"]["steps"], STEPS)
     _rollouts(made)
+    world = find_world(made["workflow"]["settings"].get("environment", ""), made) if episodes else None
+    if world is not None:
+        _move(made, world)
     _data(made, find_rows)
     _evaluation(made)
     made["warm_start"] = {name: _warm_start(policy) for name, policy in made["policies"].items()}
@@ -70,6 +80,20 @@ def _data(made: Tree, find_rows: FindRows) -> None:
     if data["train"]["max_prompt_tokens"] is not None:
         data["train"]["max_prompt_tokens"] = PROMPT_TOKENS
     data["evaluation"] = {name: _few(find_rows(rows), EVALUATION_ROWS) for name, rows in data["evaluation"].items()}
+
+
+def _move(made: Tree, world: World) -> None:
+    """Into an environment that is on this machine."""
+    gateway, rows = world
+    for name, section in gateway.items():
+        made["envgateway"][name] |= section
+    data = made["data"]
+    data["train"] = _replaced(data["train"], rows)
+    data["evaluation"] = {name: _replaced(section, rows) for name, section in data["evaluation"].items()}
+
+
+def _replaced(dataset: Mapping[str, Any], rows: Mapping[str, Any]) -> Tree:
+    return {**dataset, "path": None, "name": None, "subset": None, "id_field": "id", **rows}
 
 
 def _few(dataset: Mapping[str, Any], limit: int) -> Tree:

@@ -11,15 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def unpack(rows: Path, domain: Path, folder: Path) -> list[str]:
     """The games written, in order, as paths relative to ``folder``."""
     pddl_domain = json.loads(domain.read_text(encoding="utf-8"))["pddl_domain"]
+    lines = rows.read_text(encoding="utf-8").splitlines()
+    return write_games(map(json.loads, lines), pddl_domain, folder)
+
+
+def write_games(rows: Iterable[Mapping[str, Any]], pddl_domain: str, folder: Path) -> list[str]:
+    """The same from rows in memory."""
     names = []
-    for line in rows.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in rows:
         path = folder / row["game"]
         path.parent.mkdir(parents=True, exist_ok=True)
         game = {key: row[key] for key in ("grammar", "pddl_problem", "walkthrough")}

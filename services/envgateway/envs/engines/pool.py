@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
+from services.common.aio import TaskOwner
 from services.common.config.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.child import Child, ChildDied
@@ -47,7 +48,7 @@ class EnginePool:
         self._environment = {"OMP_NUM_THREADS": "1", **environment}
         self._workers: list[_Worker | None] = [None] * config.num_workers  # None: a place without a process
         self._numbers = itertools.count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskOwner()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -101,13 +102,11 @@ class EnginePool:
             return
         worker.games.discard(number)
         if not worker.gone:
-            self._own(self._close_game(worker, number), f"close a game of {self._engine}")
+            self._tasks.start(self._close_game(worker, number), f"close a game of {self._engine}")
 
     async def close(self) -> None:
         """Kill every process."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for worker in self._workers:
             if worker is not None:
                 await worker.stop()
@@ -137,14 +136,10 @@ class EnginePool:
 
     async def _close_game(self, worker: _Worker, number: int) -> None:
         try:
-            await worker.ask({"kind": "close", "game": number}, self._config.step_timeout_s, "closing a game")
-        except (InfrastructureError, CapacityError, _ProcessGone) as error:
+            request = {"kind": "close", "game": number}
+            await worker.ask(request, self._config.step_timeout_s, "closing a game", patience_s=None)
+        except (InfrastructureError, _ProcessGone) as error:
             log.warning("engine.close_failed", engine=self._engine, error=str(error))
-
-    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class Game:
@@ -181,8 +176,11 @@ class _Worker:
         self.games: set[int] = set()
         self.pid = child.pid
 
-    async def ask(self, request: dict[str, Any], timeout_s: float, what: str) -> Answer:
-        await self._take_turn()
+    async def ask(
+        self, request: dict[str, Any], timeout_s: float, what: str, patience_s: float | None = _QUEUE_TIMEOUT_S
+    ) -> Answer:
+        """``patience_s`` is for others to be done, each of whom has a deadline; ``timeout_s`` for the process itself."""
+        await self._take_turn(patience_s)
         if self.gone:
             self._turn.release()
             raise _ProcessGone(self.gone)
@@ -203,13 +201,13 @@ class _Worker:
             self.gone = "it was stopped"
             self._child.kill()
 
-    async def _take_turn(self) -> None:
+    async def _take_turn(self, patience_s: float | None) -> None:
         try:
-            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
+            async with asyncio.timeout(patience_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise CapacityError(
-                f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0
+                f"the {self._engine} engine was busy with other games for {patience_s:g} s", retry_after_s=1.0
             ) from None
 
     def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:

@@ -25,7 +25,8 @@ from services.envgateway.queue.base import Job, JobResult, infrastructure_failur
 from services.envgateway.queue.codec import decode_result, encode_job
 from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client, heed_cancellation
 from services.envgateway.queue.streams.journal import Journal, Unanswered
-from services.envgateway.queue.streams.names import GATEWAY, JOB_ID, PAYLOAD, Names, finish
+from services.envgateway.queue.streams.names import JOB_ID, PAYLOAD, Names, finish
+from services.envgateway.queue.streams.scripts import SEND, THERE
 
 log = structlog.get_logger()
 
@@ -35,12 +36,7 @@ _RECEIVE_AT_ONCE = 256
 _LOOK_PAUSE_S = 1.0
 _LOOKS_BETWEEN_INVENTORIES = 15  # when nothing is amiss
 _INVENTORY_AT_ONCE = 500
-# Which of these entries are there, without sending them back.
-_THERE = """
-local there = {}
-for i, id in ipairs(ARGV) do there[i] = #redis.call('XRANGE', KEYS[1], id, id) end
-return there
-"""
+_LANES = tuple(Lane)
 
 
 class StreamsRunner:
@@ -57,6 +53,7 @@ class StreamsRunner:
         self._alive_s = alive_s
         self._journal = Journal()
         self._withdrawn: list[Unanswered] = []
+        self._received: list[bytes] = []  # results that are read and not yet deleted
         self._looks = 0
         self._suspicious = False  # Redis failed since the last inventory
         self._present = False  # has this gateway said to Redis that it lives
@@ -147,28 +144,20 @@ class StreamsRunner:
             self._journal.something_to_send.set()  # somebody left while others were withdrawn
         if not jobs:
             return
+        # Workers drop jobs of the dead: whoever sends is alive, also in a Redis that has just lost all.
+        keys = [self._names.gateway(self._gateway), *map(self._names.jobs, _LANES)]
+        arguments: list[Any] = [self._gateway, self._alive_s]
+        for job in jobs:
+            arguments += (_LANES.index(job.lane) + 2, job.id, job.payload)
         try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                # Workers drop jobs of the dead: whoever sends is alive, also in a Redis that has just lost all.
-                pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s, get=True)
-                for job in jobs:
-                    fields = {JOB_ID: job.id, GATEWAY: self._gateway, PAYLOAD: job.payload}
-                    pipe.xadd(self._names.jobs(job.lane), fields)  # type: ignore[arg-type]
-                was_there, *entries = await pipe.execute(raise_on_error=False)
+            was_there, *entries = await self._client.eval(SEND, len(keys), *keys, *arguments)
         except (*UNREACHABLE, asyncio.CancelledError):
             self._journal.send_again(jobs)
             raise
-        self._note_presence(was_there)
-        refused = []
+        self._note_presence(bool(was_there))
         for job, entry in zip(jobs, entries, strict=True):
-            if isinstance(entry, bytes):
-                job.entry = entry
-            else:
-                refused.append((job, entry))
-        self.counts["sent"] += len(jobs) - len(refused)
-        if refused:  # Redis is full, or is just losing its disk; those that it took must not be sent twice
-            self._journal.send_again([job for job, _ in refused])
-            raise refused[0][1]
+            job.entry = entry
+        self.counts["sent"] += len(jobs)
 
     async def _withdraw(self) -> None:
         """Nobody waits for these: not in the stream any more, and killed where they run."""
@@ -190,16 +179,18 @@ class StreamsRunner:
     async def _receive(self) -> None:
         """From the beginning, always: what was read is deleted, and after a loss entries may count from an earlier clock."""
         stream = self._names.results(self._gateway)
-        reply: Any = await self._client.xread({stream: "0-0"}, count=_RECEIVE_AT_ONCE, block=BLOCK_MS)
-        if not reply:
-            return
-        [(_, entries)] = reply
+        async with self._client.pipeline(transaction=False) as pipe:
+            if self._received:
+                pipe.xdel(stream, *self._received)
+            pipe.xread({stream: "0-0"}, count=_RECEIVE_AT_ONCE, block=BLOCK_MS)
+            *_, reply = await pipe.execute()
+        entries = reply[0][1] if reply else []
+        self._received = [entry for entry, _ in entries]
         for _, fields in entries:
             if self._journal.answer(fields.get(JOB_ID, b"").decode(errors="replace"), fields.get(PAYLOAD, b"")):
                 self.counts["answered"] += 1
             else:
                 self.counts["answers_ignored"] += 1
-        await self._client.xdel(stream, *(entry for entry, _ in entries))
 
     # -- look after -----------------------------------------------------------------------------------------------
 
@@ -208,16 +199,16 @@ class StreamsRunner:
             pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s, get=True)
             pipe.smembers(self._names.workers)
             was_there, workers = await pipe.execute()
-        self._note_presence(was_there)
+        self._note_presence(was_there is not None)
         await self._count_workers(sorted(workers))
         self._looks += 1
         if self._suspicious or self._looks % _LOOKS_BETWEEN_INVENTORIES == 0:
             self._suspicious = await self._take_inventory()
         await asyncio.sleep(_LOOK_PAUSE_S)
 
-    def _note_presence(self, was_there: object) -> None:
-        """``was_there``: what the mark of this gateway's life was; it never expires while the gateway lives."""
-        if was_there is None and self._present:
+    def _note_presence(self, was_there: bool) -> None:
+        """Whether Redis still had the mark of this gateway's life, which never expires while the gateway lives."""
+        if not was_there and self._present:
             log.warning("queue.redis_was_emptied", unanswered=len(self._journal))
             self.counts["redis_losses"] += 1
             self._suspicious = True
@@ -230,7 +221,7 @@ class StreamsRunner:
             jobs = [job for job in self._journal.sent() if job.lane is lane]
             for start in range(0, len(jobs), _INVENTORY_AT_ONCE):
                 some = [(job, job.entry) for job in jobs[start : start + _INVENTORY_AT_ONCE] if job.entry is not None]
-                there = await self._client.eval(_THERE, 1, self._names.jobs(lane), *(entry for _, entry in some))
+                there = await self._client.eval(THERE, 1, self._names.jobs(lane), *(entry for _, entry in some))
                 for (job, entry), found in zip(some, there, strict=True):
                     if job.entry != entry:
                         continue

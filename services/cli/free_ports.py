@@ -1,0 +1,62 @@
+"""Ports for processes that are started in a moment, from where nobody else takes any meanwhile.
+
+The kernel gives out ports of its ephemeral range, to whoever binds port 0 and to every outgoing connection: a port
+of that range that is free at this instant may be taken when its process gets to bind it. So ports below the range are
+looked for, by each process from a place of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_BEGIN = 32768  # of Linux's ephemeral range
+_WIDTH = 10_000  # ports below it that are looked at
+_STRIDE = 37  # between the places of two processes with neighbouring ids
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of the loopback interface that nobody listens on; ``OSError`` when there are not as many."""
+    end = _begin_of_ephemeral()
+    begin = max(1024, end - _WIDTH)
+    found: list[int] = []
+    if end - begin > 4 * count:
+        width = end - begin
+        for step in range(width):
+            if len(found) == count:
+                return found
+            port = begin + (os.getpid() * _STRIDE + step) % width
+            if is_free(port):
+                found.append(port)
+    return _of_the_kernel(count)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _of_the_kernel(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]  # all held until the end, so that no two get the same
+    try:
+        for listener in held:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in held]
+    finally:
+        for listener in held:
+            listener.close()
+
+
+def _begin_of_ephemeral() -> int:
+    try:
+        return int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _DEFAULT_BEGIN

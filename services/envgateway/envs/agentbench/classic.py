@@ -1,0 +1,140 @@
+"""A classic controller: sessions by number, the conversation so far in every answer.
+
+Its ways, which are not those of a healthy server:
+- 406 means no free worker, and also no such task.
+- A plain-text 500 means that a lock was not free for a second: nothing happened, try again.
+- 501 means that the task raised. The controller goes on listing the session and counting its slot, which only a
+  synchronisation with the workers frees; the worker has forgotten it, so it cannot be cancelled.
+- 400 after the end: it has forgotten the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from services.common.aio import TaskOwner, backoff
+from services.common.config.environments import AgentBenchConfig
+from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
+from services.envgateway.envs.agentbench import talk
+from services.envgateway.envs.agentbench.http import HttpConnection, Reply, UnansweredError
+from services.envgateway.envs.agentbench.protocol import Index, Opening, Session, Turn, chat, end_status, reward_of
+from services.envgateway.envs.base import EpisodeLostError
+
+log = structlog.get_logger()
+
+_SYNC_S = 60.0
+_SYNC_ATTEMPTS = 6
+_RUNNING = "running"
+_BUSY_400 = "Task Executing"  # a worker that is asked while it works
+
+
+class ClassicServer:
+    def __init__(self, http: HttpConnection, config: AgentBenchConfig) -> None:
+        self._http = http
+        self._config = config
+        self._name = config.task
+        self._tasks = TaskOwner()
+        self._leaked: set[str] = set()  # sessions that the controller counts and no worker has
+        self._syncing: asyncio.Task[Any] | None = None
+
+    async def indices(self) -> Sequence[Index]:
+        reply = await talk.ask(self._http, "get_indices", name=await self._task_name())
+        indices = reply.json
+        if reply.status != 200 or not isinstance(indices, list):
+            raise InfrastructureError(f"{self._http.url} does not list its indices: {reply.status} {reply.detail}")
+        return indices
+
+    async def start(self, index: Index) -> Opening:
+        body = {"name": await self._task_name(), "index": index}
+        reply = await talk.start(self._http, "start_sample", self._config.start_timeout_s, body)
+        match reply.status:
+            case 200:
+                return self._opening(reply)
+            case 406 if "does not exist" in reply.detail:
+                raise InfrastructureError(f"{self._http.url} has no task {body['name']!r}, or no worker of it yet")
+            case 406:
+                raise CapacityError(f"{self._http.url}: {reply.detail}", retry_after_s=1.0)
+            case 500:
+                raise CapacityError(f"{self._http.url} is busy: {reply.detail}", retry_after_s=1.0)
+            case 400 if "out of bounds" in reply.detail:
+                raise InvalidRequestError(f"{body['name']} has no sample {index!r}")
+            case 422:
+                raise InvalidRequestError(f"{self._http.url} refuses sample {index!r}: {reply.detail}")
+            case _:
+                raise InfrastructureError(f"{self._http.url} could not start: {reply.status} {reply.detail}")
+
+    async def interact(self, session: Session, content: str) -> Turn:
+        body = {"session_id": session, "agent_response": {"status": "normal", "content": content}}
+        reply = await talk.take_turn(self._http, "interact", self._config.step_timeout_s, body, _is_busy)
+        if reply.status == 200:
+            return _turn(_output(reply))
+        if reply.status == 501 and self._config.release_leaked_slots:
+            self._free_slot_of(session)
+        raise EpisodeLostError(f"{self._http.url} ended session {session}: {reply.status} {reply.detail}")
+
+    async def cancel(self, session: Session) -> None:
+        await talk.cancel(self._http, "cancel", {"session_id": session})
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _task_name(self) -> str:
+        if not self._name:
+            names = list((await talk.ask(self._http, "list_workers")).json or ())
+            if not names:
+                raise InfrastructureError(f"no worker has registered at {self._http.url} yet")
+            if len(names) > 1:
+                raise ConfigError(f"{self._http.url} has the tasks {', '.join(names)}: name one in the config (`task`)")
+            (self._name,) = names
+        return self._name
+
+    def _opening(self, reply: Reply) -> Opening:
+        output = _output(reply)
+        session = reply.json.get("session_id")
+        if output["status"] != _RUNNING:
+            raise InfrastructureError(f"session {session} ended before its first turn: {output['status']}")
+        return Opening(session=session, messages=chat(output.get("history")))
+
+    def _free_slot_of(self, session: Session) -> None:
+        self._leaked.add(str(session))
+        if self._syncing is None or self._syncing.done():
+            self._syncing = self._tasks.start(self._sync(), "synchronise an AgentBench controller")
+
+    async def _sync(self) -> None:
+        """Until the controller has forgotten what leaked: a synchronisation fails while a session is just ending."""
+        for _, pause_s in zip(range(_SYNC_ATTEMPTS), backoff(first_s=0.5), strict=False):
+            try:
+                await self._http.post("sync_all", _SYNC_S)
+                listed = (await talk.ask(self._http, "list_sessions")).json
+            except (UnansweredError, InfrastructureError) as error:
+                log.warning("agentbench.sync_failed", error=str(error))
+            else:
+                self._leaked &= set(listed) if isinstance(listed, dict) else set()
+            if not self._leaked:
+                return
+            await asyncio.sleep(pause_s)
+        log.warning("agentbench.slots_leaked", sessions=sorted(self._leaked))
+        self._leaked.clear()
+
+
+def _is_busy(reply: Reply) -> bool:
+    return reply.status == 500 or (reply.status == 400 and _BUSY_400 in reply.detail)
+
+
+def _output(reply: Reply) -> dict[str, Any]:
+    body = reply.json
+    output = body.get("output") if isinstance(body, dict) else None
+    if not isinstance(output, dict) or "status" not in output:
+        raise EpisodeLostError(f"the controller's answer has no output: {reply.text:.120}")
+    return output
+
+
+def _turn(output: dict[str, Any]) -> Turn:
+    if output["status"] == _RUNNING:
+        return Turn(text=chat(output.get("history"))[-1]["content"])
+    status = end_status(output["status"])
+    return Turn(done=True, reward=reward_of(output.get("result"), status), status=status)

@@ -1,0 +1,70 @@
+"""What both protocols do alike: questions, turns that wait for a busy server, and cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.common.aio import backoff
+from services.common.errors import InfrastructureError
+from services.envgateway.envs.agentbench.http import HttpConnection, Reply, UnansweredError
+from services.envgateway.envs.base import EpisodeLostError
+
+log = structlog.get_logger()
+
+_QUESTION_S = 10.0  # requests that start nothing
+_CANCEL_S = 4.5  # less than the gateway waits for an environment to close
+
+
+async def ask(http: HttpConnection, path: str, **query: str) -> Reply:
+    """Read something. Raises ``InfrastructureError`` when there is no answer."""
+    try:
+        return await http.get(path, _QUESTION_S, **query)
+    except UnansweredError as error:
+        raise InfrastructureError(str(error)) from error
+
+
+async def start(http: HttpConnection, path: str, timeout_s: float, body: object) -> Reply:
+    """Raises ``InfrastructureError``. What began without our hearing of it is collected by the server."""
+    try:
+        return await http.post(path, timeout_s, body)
+    except UnansweredError as error:
+        raise InfrastructureError(f"{error}: if it began, the server collects it") from error
+
+
+async def take_turn(
+    http: HttpConnection, path: str, timeout_s: float, body: object, is_busy: Callable[[Reply], bool]
+) -> Reply:
+    """Ask until the server takes the turn, within the time of one.
+
+    Raises:
+        InfrastructureError: it did not; the turn may be repeated.
+        EpisodeLostError: it may have, but does not answer.
+    """
+    until = time.monotonic() + timeout_s
+    for pause_s in backoff(first_s=0.2, longest_s=2.0):
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            break
+        try:
+            reply = await http.post(path, left_s, body)
+        except UnansweredError as error:
+            raise EpisodeLostError(f"{error}: the turn may have been taken") from error
+        if not is_busy(reply):
+            return reply
+        await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
+    raise InfrastructureError(f"{http.url} was busy with this session for {timeout_s:g} s")
+
+
+async def cancel(http: HttpConnection, path: str, body: object) -> None:
+    """End early. What goes wrong is logged: the server collects what is left."""
+    try:
+        reply = await http.post(path, _CANCEL_S, body)
+    except (UnansweredError, InfrastructureError) as error:
+        log.warning("agentbench.cancel_failed", error=str(error))
+        return
+    if reply.status != 200:
+        log.info("agentbench.not_cancelled", status=reply.status, detail=reply.detail)

@@ -1,0 +1,39 @@
+"""Soft overlong punishment: a sequence pays for what it writes beyond a soft limit (DAPO, arXiv 2503.14476, section 3.4).
+
+    penalty(n) = 0                                       n <= max_tokens - buffer_tokens
+                 factor (n - max + buffer) / buffer      in between
+                 factor                                  n >= max_tokens
+
+n counts the tokens that the policy wrote, over all turns. Pure; knows nothing about quotas or batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.common.config.policy import OverlongPenaltyConfig
+from services.orchestrator.groups import AdvantageGroup, Member, with_members
+
+
+def overlong_penalty(num_tokens: int, config: OverlongPenaltyConfig) -> float:
+    """What is taken off the reward of a sequence of so many tokens.
+
+    >>> config = OverlongPenaltyConfig(max_tokens=100, buffer_tokens=20)
+    >>> [overlong_penalty(n, config) for n in (80, 90, 100, 500)]
+    [0.0, 0.5, 1.0, 1.0]
+    """
+    beyond = num_tokens - (config.max_tokens - config.buffer_tokens)
+    return config.factor * min(max(beyond, 0) / config.buffer_tokens, 1.0)
+
+
+def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[AdvantageGroup, list[float]]:
+    """The group with the penalties in its rewards and statistics, and the penalty of each member."""
+    penalties = [overlong_penalty(member.sequence.num_trained_tokens, config) for member in group.members]
+    if not any(penalties):
+        return group, penalties
+    shaped = (_paying(member, penalty) for member, penalty in zip(group.members, penalties, strict=True))
+    return with_members(group, shaped), penalties
+
+
+def _paying(member: Member, penalty: float) -> Member:
+    return replace(member, sequence=replace(member.sequence, reward=member.sequence.reward - penalty))

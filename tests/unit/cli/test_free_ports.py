@@ -1,0 +1,35 @@
+"""Ports that are still free when the process that is to have them binds them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.cli import free_ports as module
+from services.cli.free_ports import free_ports, is_free
+
+
+def test_ports_are_different_free_and_out_of_the_kernels_reach() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(is_free(port) for port in ports)
+    assert max(ports) < module._begin_of_ephemeral()
+
+
+def test_a_port_in_use_is_passed_over() -> None:
+    (first, *_) = free_ports(1)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", first))
+        holder.listen()
+        assert not is_free(first)
+        assert first not in free_ports(5)
+
+
+def test_where_nothing_lies_below_the_kernels_range_it_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(module, "_RANGE", tmp_path / "range")
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    assert all(is_free(port) for port in ports)
