@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def check_launch(recipe: Recipe) -> None:
     """What `millrace run` refuses before any process starts; raises ``ConfigError`` with one line per problem."""
-    problems = [*missing_data(recipe), *misfits(recipe), *_missing_packages(recipe)]
+    problems = [*missing_data(recipe), *misfits(recipe), *_missing_packages(recipe), *_missing_worlds(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
@@ -129,6 +129,19 @@ def _missing_packages(recipe: Recipe) -> list[str]:
         for name, service in recipe.inference.items()
         if service.engine == "sglang" and service.node == 0
     ]
+
+
+def _missing_worlds(recipe: Recipe) -> list[str]:
+    """Environments of the workflow whose data or engine the gateway would miss at the first episode."""
+    environment = recipe.workflow.settings.get("environment")
+    if recipe.envgateway is None or environment is None or environment in recipe.envgateway.environments:
+        return []
+    from services.envgateway.envs.worlds import make_worlds
+
+    world = make_worlds(recipe.envgateway).get(environment)
+    return (
+        [f"workflow.settings.environment: {environment} is not set up here: {world}"] if isinstance(world, str) else []
+    )
 
 
 def _check_data(where: str, config: DatasetConfig) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from services.cli import check
 from services.cli.memory_estimate import GIB, estimates, misfits
+from services.common.config.loading import load_recipe
 from services.common.config.placement import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
 from tests.unit.recipes.golden import (
@@ -277,3 +278,20 @@ def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
         single.sampling,
         single.evaluation.samplings,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("alfworld/qwen2.5-7b-instruct-m2po-full", "alfworld"),
+        ("webshop/qwen2.5-7b-instruct-m2po-full", "envgateway.webshop.data"),
+    ],
+)
+def test_without_its_world_nothing_starts_unless_a_server_plays_it(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check.check_launch(load(name).model_copy(update={"inference": {}}))
+    world = name.partition("/")[0]
+    external = load_recipe(
+        REPOSITORY / "recipes" / name, [f"envgateway.agentbench.{world}.url=http://127.0.0.1:1/api"], {}
+    )
+    check.check_launch(external.model_copy(update={"inference": {}}))
