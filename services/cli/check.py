@@ -138,10 +138,11 @@ def _missing_worlds(recipe: Recipe) -> list[str]:
         return []
     from services.envgateway.envs.worlds import make_worlds
 
-    world = make_worlds(recipe.envgateway).get(environment)
-    return (
-        [f"workflow.settings.environment: {environment} is not set up here: {world}"] if isinstance(world, str) else []
-    )
+    try:
+        world = make_worlds(recipe.envgateway).get(environment)
+    except MillraceError as error:
+        return [error.message]
+    return [f"{environment} (workflow.settings.environment): {world}"] if isinstance(world, str) else []
 
 
 def _check_data(where: str, config: DatasetConfig) -> None:
