@@ -49,7 +49,7 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
-    from services.cli.check import check_launch
+    from services.cli.launch_checks import check_launch
     from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
@@ -119,8 +119,8 @@ def evaluate(
     For example `millrace eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. Nothing is trained. Failed
     tasks count as wrong and are listed.
     """
-    from services.cli.check import check_launch
     from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+    from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
     from services.cli.run import run as run_recipe

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.check import missing_data
 from services.cli.errors import Interrupted
+from services.cli.launch_checks import missing_data
 from services.cli.nodes import host_of_node_0, needs_tunnel, require_port, tunnel
 from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
 from services.cli.processes import Processes, is_serving
