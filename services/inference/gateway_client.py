@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
 CAPACITY_WAIT_S = 120.0
+JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway gives up by itself then
 DEFAULT_RETRY_S = 0.5
 
 _STATUS = {
@@ -86,7 +87,7 @@ class GatewayClient:
             print_trailing_expression=print_trailing_expression,
         )
         timeout = (DEADLINES["ExecuteCode"] or 0.0) + EXECUTION_MARGIN_S
-        response = await self._call("execution", lambda: stub.ExecuteCode(request, timeout=timeout))
+        response = await self._call("execution", timeout, lambda: stub.ExecuteCode(request, timeout=timeout))
         status = _STATUS.get(response.status)
         if status is None:
             name = environment_pb2.ExecutionStatus.Name(response.status)
@@ -105,9 +106,8 @@ class GatewayClient:
         request = environment_pb2.CreateEpisodeRequest(
             request_id=uuid.uuid4().hex, environment=environment, task_json=orjson.dumps(task.data), seed=seed
         )
-        response = await self._call(
-            "environment", lambda: stub.CreateEpisode(request, timeout=DEADLINES["CreateEpisode"])
-        )
+        timeout = DEADLINES["CreateEpisode"] or 0.0
+        response = await self._call("environment", timeout, lambda: stub.CreateEpisode(request, timeout=timeout))
         return Episode(
             episode_id=response.episode_id,
             observation=response.observation,
@@ -118,7 +118,8 @@ class GatewayClient:
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
         stub = self._connected(self._environments)
         request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=_encodable(action))
-        response = await self._call("environment", lambda: stub.StepEpisode(request, timeout=DEADLINES["StepEpisode"]))
+        timeout = DEADLINES["StepEpisode"] or 0.0
+        response = await self._call("environment", timeout, lambda: stub.StepEpisode(request, timeout=timeout))
         return Step(
             observation=response.observation,
             reward=response.reward,
@@ -130,7 +131,8 @@ class GatewayClient:
     async def close(self, episode_id: str) -> None:
         stub = self._connected(self._environments)
         request = environment_pb2.CloseEpisodeRequest(episode_id=episode_id)
-        await self._call("environment", lambda: stub.CloseEpisode(request, timeout=DEADLINES["CloseEpisode"]))
+        timeout = DEADLINES["CloseEpisode"] or 0.0
+        await self._call("environment", timeout, lambda: stub.CloseEpisode(request, timeout=timeout))
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         stub = self._connected(self._rewards)
@@ -140,7 +142,8 @@ class GatewayClient:
             task_json=orjson.dumps(task.data),
             completion=_encodable(completion),
         )
-        response = await self._call("reward", lambda: stub.ComputeReward(request, timeout=DEADLINES["ComputeReward"]))
+        timeout = JUDGING_S if reward == "code" else DEADLINES["ComputeReward"] or 0.0
+        response = await self._call("reward", timeout, lambda: stub.ComputeReward(request, timeout=timeout))
         if response.outcome in (
             environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
             environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
@@ -160,18 +163,18 @@ class GatewayClient:
             _encodable(code), cases, entry_point=entry_point, case_time_s=case_time_s, request_id=uuid.uuid4().hex
         )
         timeout = (DEADLINES["Judge"] or 0.0) + EXECUTION_MARGIN_S + len(cases) * case_time_s
-        response = await self._call("judge", lambda: stub.Judge(request, timeout=timeout))
+        response = await self._call("judge", timeout, lambda: stub.Judge(request, timeout=timeout))
         return outcomes_from_proto(response, len(cases))
 
     async def stop(self) -> None:
         for connection in self._channels:
             await connection.close()
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Call, waiting as the gateway asks while it is full."""
+    async def _call(self, what: str, timeout: float, call: Callable[[], Awaitable[T]]) -> T:
+        """Call, waiting as the gateway asks while it is full, and for the answer as long as the call may take."""
         began = time.perf_counter()
         try:
-            async with deadline(CAPACITY_WAIT_S, f"room at the environment gateway {self.address}"):
+            async with deadline(CAPACITY_WAIT_S + timeout, f"{what} at the environment gateway {self.address}"):
                 while True:
                     try:
                         with translated_errors(f"environment gateway {self.address}"):

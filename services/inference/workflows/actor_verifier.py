@@ -121,7 +121,9 @@ class ActorVerifier:
     async def _verify(
         self, problem: str, solution: Turn, verifier: PolicyClient, context: WorkflowContext
     ) -> tuple[Conversation, Turn] | None:
-        prompt = fill(self._settings.verify_prompt, problem=problem, solution=solution.text)
+        # What one policy wrote must not end or begin a turn of the other.
+        said = verifier.chat.as_text(solution.text)
+        prompt = fill(self._settings.verify_prompt, problem=problem, solution=said)
         try:
             check = Conversation(
                 verifier,
@@ -139,10 +141,11 @@ class ActorVerifier:
         settings = self._settings
         if settings.max_review_chars is not None:
             review = review[-settings.max_review_chars :]
-        prompt = fill(settings.retry_prompt, problem=problem, review=review)
+        solver = context.policy(settings.policy or "model0")
+        prompt = fill(settings.retry_prompt, problem=problem, review=solver.chat.as_text(review))
         try:
             second = Conversation(
-                context.policy(settings.policy or "model0"),
+                solver,
                 with_last_text(messages, prompt),
                 context.sampling,
                 thinking=settings.thinking,

@@ -3,7 +3,7 @@
 Line by line: a heading such as ``Example 2:``, ``-----Sample Input-----`` or ``### Examples`` begins what is left out, and
 a heading that speaks of the whole problem (``Constraints``, ``Time Limit: ...``) ends it. Headings such as ``Output``,
 ``Note`` or ``Explanation`` belong to an example once one has begun. Doctests (``>>>``) go up to the next empty line, and
-the end of a docstring ends both. Examples inside a sentence stay. Knows nothing about tests or policies.
+the end of a docstring ends both; a block of Python is the beginning of a solution and ends examples, too. Examples inside a sentence stay. Knows nothing about tests or policies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _EXAMPLE = re.compile(
 _WHOLE_PROBLEM = (
     "constraint", "constraints", "input format", "output format", "input specification", "output specification",
     "function signature", "tag", "tags", "time limit", "memory limit", "limits", "restrictions", "subtask", "subtasks",
-    "scoring", "follow up", "follow-up", "your task",
+    "scoring", "follow up", "follow-up", "your task", "starter code",
 )  # fmt: skip
 _DOCTEST = ">>>"
+_PYTHON = "```python"
 _DOCSTRING = ('"""', "'''")
 
 
@@ -42,7 +43,7 @@ def without_examples(problem: str) -> str:
             in_doctest = False
         if _begins_example(line):
             in_example = True
-        elif ends_docstring or _begins_whole(line):
+        elif ends_docstring or _begins_whole(line) or line.startswith(_PYTHON):
             in_example = False
         if line.lstrip().startswith(_DOCTEST):
             in_doctest = True

@@ -37,8 +37,11 @@ class PromptSettings(Section):
 
 
 def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
-    """The messages of a task, with the system turn and the instruction of the settings."""
-    messages = _messages_of(settings.prompt_field, task)
+    """The messages of a task, with the system turn and the instruction of the settings.
+
+    A row's ``starter_code`` is shown after the last user turn, unless it is there already.
+    """
+    messages = _with_starter_code(_messages_of(settings.prompt_field, task), task)
     has_system = messages[0].get("role") == "system"
     system = str(messages[0]["content"]) if has_system else (settings.system or "")
     if system_suffix:
@@ -51,6 +54,14 @@ def build_messages(settings: PromptSettings, task: Task, system_suffix: str = ""
         last = {**messages[-1], "content": messages[-1]["content"] + settings.instruction}
         messages = [*messages[:-1], last]
     return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _with_starter_code(messages: list[Message], task: Task) -> list[Message]:
+    code = task.data.get("starter_code")
+    text = messages[-1].get("content")
+    if not isinstance(code, str) or not code.strip() or not isinstance(text, str) or code.strip() in text:
+        return messages
+    return with_last_text(messages, f"{text}\n\nStarter code:\n\n```python\n{code.strip(chr(10))}\n```")
 
 
 def with_last_text(messages: list[Message], text: str) -> list[Message]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.programs import program_of
 from services.common.types import Task
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
@@ -18,6 +20,7 @@ from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
 from services.inference.workflows.base import CaseVerdict, JudgeCase, Outcome, WorkflowContext
 from services.inference.workflows.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
+from services.orchestrator.rows.code import code_row
 from tests.unit.inference.fakes import FakeGateway, make_context, served_policy
 
 from .conftest import CONFIG
@@ -43,15 +46,18 @@ async def gateway() -> AsyncIterator[GatewayClient]:
     await started.stop()
 
 
-async def play(gateway: GatewayClient, programs: list[str], cases: list[dict[str, Any]]) -> Outcome:
-    coder = await served_policy([f"```python\n{program}\n```" for program in programs], context_length=4096)
-    words = await served_policy([f"```json\n{json.dumps(cases)}\n```"], context_length=4096)
+async def play(
+    gateway: GatewayClient, programs: list[str], cases: list[dict[str, Any]], row: dict[str, Any] | None = None
+) -> Outcome:
+    coder = await served_policy([f"```python\n{program}\n```" for program in programs], context_length=1 << 15)
+    words = await served_policy([f"```json\n{json.dumps(cases)}\n```"], context_length=1 << 15)
     verifier = RolloutPolicy(dataclasses.replace(words, name="model1"), request_prefix="r", seed=2, waits=WaitShares(1))
-    context = make_context(coder, FakeGateway(), max_new_tokens=400)
+    context = make_context(coder, FakeGateway(), max_new_tokens=8000)
     context = WorkflowContext(
         policies={**context.policies, "model1": verifier}, gateway=gateway, sampling=context.sampling, seed=1
     )
-    return await CodegenVerifier(CodegenVerifierSettings(case_time_s=3.0)).run(Task(task_id="t", data=ROW), context)
+    task = Task(task_id="t", data=row or ROW)
+    return await CodegenVerifier(CodegenVerifierSettings(case_time_s=3.0)).run(task, context)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,25 @@ async def test_a_rollout(
     outcome = await play(gateway, programs, cases)
     assert [sequence.reward for sequence in outcome.sequences] == rewards
     assert outcome.reward == (rewards[0] if len(rewards) == 2 else rewards[2])
+
+
+async def test_real_rows_are_solved_by_their_reference_solution_and_checked_by_their_own_cases(
+    gateway: GatewayClient, data_root: Path
+) -> None:
+    """Their first cases, as a verifier would write them; then the same with the output of the other case."""
+    lines = (data_root / "areal_rlvr_samples" / "rlvr_code.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines):
+        row = code_row(json.loads(line), f"row {number}")
+        pairs = [(case["stdin"], case["expected"]) for case in row["tests"]["cases"]]
+        (first, right), (second, other) = pairs[0], next(pair for pair in pairs if pair[1] != pairs[0][1])
+        row["tests"]["cases"] = row["tests"]["cases"][:3]  # of up to hundreds
+        cases = [{"input": first, "output": right}, {"input": second, "output": other}]
+        outcome = await play(gateway, [program_of(row["solution"])], cases, row)
+        assert [sequence.reward for sequence in outcome.sequences] == [1.0, 2.0], row["problem"]
+        broken = [{"input": first, "output": other}]
+        outcome = await play(gateway, [program_of(row["solution"])], broken, row)
+        assert [sequence.reward for sequence in outcome.sequences] == [1.0, 1.0, 1.0]
+        assert outcome.metrics["reference_missing"] == 0.0
 
 
 async def test_verdicts_of_hostile_programs_and_odd_values_come_back_case_by_case(gateway: GatewayClient) -> None:

@@ -157,6 +157,7 @@ class FakeGatewayServer(
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.time_left_s: list[float] = []  # of each reward that was asked for
         self.answers: list[Any] = []
         self.port = 0
         self._server: grpc.aio.Server | None = None
@@ -195,6 +196,7 @@ class FakeGatewayServer(
         return answer
 
     async def ComputeReward(self, request: env.ComputeRewardRequest, context: Context) -> env.ComputeRewardResponse:
+        self.time_left_s.append(context.time_remaining() or 0.0)
         default = env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_CORRECT, reward=1.0)
         answer: env.ComputeRewardResponse = self._next(request, default)
         return answer

@@ -95,6 +95,16 @@ async def test_a_grader_that_failed_gave_no_reward(gateway: GatewayClient, gatew
         await gateway.compute_reward("math", make_task(), "x")
 
 
+async def test_judging_may_take_as_long_as_its_cases_and_other_rewards_may_not(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer
+) -> None:
+    """A program that runs into its limit on every case is wrong, and no infrastructure failure."""
+    for reward in ("code", "math"):
+        await gateway.compute_reward(reward, make_task(), "x")
+    code, math = gateway_server.time_left_s
+    assert code > 500 and 0 < math < 70
+
+
 async def test_an_episode_is_played(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
     episode = await gateway.create_episode("house", make_task(), seed=3)
     assert (episode.episode_id, episode.observation, episode.admissible_actions) == ("e1", "look", ("go",))

@@ -20,12 +20,15 @@ from services.inference.workflows.problem_text import without_examples
          "Add.\n\n**Constraints:**\n\n* small"),
         ("Add.\n### Sample Input 2\n1\n### Sample Output 2\n1\n### Constraints\nsmall", "Add.\n### Constraints\nsmall"),
         ("Add.\nExample: add(1, 2) gives 3.\nMore of it.", "Add."),
+        ("Add.\n\nExample\n1 2\n3\n\nStarter code:\n\n```python\ndef add(a, b):\n```",
+         "Add.\n\nStarter code:\n\n```python\ndef add(a, b):\n```"),
+        ("Add.\n\nExample\n\n```\n1 2\n```\n\nComplete:\n```python\ndef add(a, b):\n```", "Add.\n\n```python\ndef add(a, b):\n```"),
         ('def add(a, b):\n    """Add.\n    >>> add(1, 2)\n    3\n    >>> add(2, 2)\n    4\n    """\n',
          'def add(a, b):\n    """Add.\n    """'),
         ('def add(a, b):\n    """Add.\n\n    Examples:\n    add(1, 2) ➞ 3\n    """\n    pass', 'def add(a, b):\n    """Add.\n\n    """\n    pass'),
         ('def add(a, b):\n    """\n    >>> add(1, 2)\n    3\n\n    Numbers are whole.\n    """', 'def add(a, b):\n    """\n\n    Numbers are whole.\n    """'),
     ],
-    ids=["codeforces", "limits", "atcoder", "leetcode", "markdown", "inline", "doctest", "docstring", "after a doctest"],
+    ids=["codeforces", "limits", "atcoder", "leetcode", "markdown", "inline", "starter code", "code", "doctest", "docstring", "after a doctest"],
 )  # fmt: skip
 def test_examples_leave(problem: str, left: str) -> None:
     assert without_examples(problem) == left.rstrip("\n")

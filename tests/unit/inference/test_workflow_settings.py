@@ -74,6 +74,20 @@ def test_a_row_becomes_messages(
     assert [(m["role"], m["content"]) for m in messages] == expected
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"problem": "p", "starter_code": "def f(a):\n"}, "p\n\nStarter code:\n\n```python\ndef f(a):\n``` Go."),
+        ({"problem": "p, in def f(a): please", "starter_code": "def f(a):"}, "p, in def f(a): please Go."),
+        ({"problem": "p", "starter_code": " "}, "p Go."),
+        ({"problem": "p", "starter_code": None}, "p Go."),
+    ],
+)
+def test_starter_code_is_shown_once(data: dict[str, Any], text: str) -> None:
+    (message,) = build_messages(PromptSettings(instruction=" Go."), Task(task_id="t", data=data))
+    assert message["content"] == text
+
+
 @pytest.mark.parametrize("data", [{}, {"answer": "4"}, {"question": 5}, {"messages": []}, {"messages": ["hi"]}])
 def test_a_row_without_a_prompt_is_named(data: dict[str, Any]) -> None:
     with pytest.raises(DatasetError, match="task t7"):

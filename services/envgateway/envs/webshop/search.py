@@ -7,6 +7,7 @@ digits, lower-cased; there is no stemming and there are no stop words. Equal sco
 from __future__ import annotations
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,13 +27,13 @@ class SearchIndex:
     def __init__(self, products: Sequence[Product]) -> None:
         self._ids = [product.id for product in products]
         self._rank_of_id = np.argsort(np.argsort(np.array(self._ids or [""], dtype=object), kind="stable"))
-        postings: dict[str, tuple[list[int], list[int]]] = {}  # word -> rows, counts
+        postings: dict[str, tuple[array[int], array[int]]] = {}  # word -> rows, counts
         lengths = np.zeros(len(products))
         for row, product in enumerate(products):
             words = Counter(_words(_text(product)))
             lengths[row] = words.total()
             for word, count in words.items():
-                rows, counts = postings.setdefault(word, ([], []))
+                rows, counts = postings.setdefault(word, (array("i"), array("i")))
                 rows.append(row)
                 counts.append(count)
         mean = lengths.mean() if len(products) else 1.0
@@ -54,7 +55,7 @@ class SearchIndex:
         return [self._ids[row] for row in found[order][:limit]]
 
     def _scored(
-        self, rows: list[int], counts: list[int], penalty: npt.NDArray[np.float64]
+        self, rows: array[int], counts: array[int], penalty: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """What each product that has the word gets for it."""
         num, having = len(self._ids), len(rows)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from services.common.config.environments import WebshopConfig
-from services.common.errors import ConfigError
+from services.common.errors import CapacityError, ConfigError
+from services.envgateway.calls import THREADS
 from services.envgateway.envs.webshop.catalogue import find_files
 from services.envgateway.envs.webshop.environment import WebshopEnvironment
 from services.envgateway.envs.webshop.nouns import Tagger, tagger_of
 from services.envgateway.envs.webshop.shop import Shop, open_shop
+
+_PATIENCE_S = 20.0
+_COME_BACK_S = 5.0
 
 
 class WebshopWorld:
@@ -32,14 +36,18 @@ class WebshopWorld:
         return range(len((await self.shop()).goals))
 
     async def shop(self) -> Shop:
-        """Opened once, in a thread; who gives up waiting does not stop it. A failure is told, and tried again next time."""
+        """Opened once, in a thread that may be left behind; who gives up waiting does not stop it. A failure is told, and tried again next time.
+
+        Raises ``CapacityError`` while a large catalogue is still being read: come back.
+        """
         if self._opening is None or (self._opening.done() and not _succeeded(self._opening)):
             config = self._config
-            opening = asyncio.to_thread(
-                open_shop, self._files, config.goals, config.num_products, config.seed, self._tagger
-            )
+            opening = THREADS.run(open_shop, self._files, config.goals, config.num_products, config.seed, self._tagger)
             self._opening = asyncio.create_task(opening, name="open the shop")
-        return await asyncio.shield(self._opening)
+        opened, _ = await asyncio.wait([self._opening], timeout=_PATIENCE_S)
+        if not opened:
+            raise CapacityError("the shop is still being opened", retry_after_s=_COME_BACK_S)
+        return self._opening.result()
 
     async def close(self) -> None:
         if self._opening is not None:

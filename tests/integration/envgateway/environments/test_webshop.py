@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ import pytest
 
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.environments import WebshopConfig
-from services.common.errors import ConfigError, DatasetError, InvalidRequestError, UnknownEnvironmentError
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    DatasetError,
+    InvalidRequestError,
+    UnknownEnvironmentError,
+)
 from services.envgateway.envs.base import EndStatus
+from services.envgateway.envs.webshop import world as world_module
 from services.envgateway.envs.webshop.world import WebshopWorld
 from services.envgateway.envs.worlds import make_worlds
 from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
@@ -94,6 +102,32 @@ async def test_a_catalogue_that_cannot_be_read_is_told_to_whoever_asks_and_can_b
         (folder / "items_human_ins.json").write_text(good)
         starts = await asyncio.gather(*(client.create("webshop", {"index": 0}) for _ in range(20)))
         assert len({start.episode_id for start in starts}) == 20
+
+
+async def test_a_catalogue_that_takes_long_asks_its_clients_to_come_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world_module, "_PATIENCE_S", 0.05)
+    read = threading.Event()
+    open_shop = world_module.open_shop
+
+    def slowly(*arguments: Any) -> Any:
+        read.wait(10)
+        return open_shop(*arguments)
+
+    monkeypatch.setattr(world_module, "open_shop", slowly)
+    async with served_world("webshop", WebshopWorld(WebshopConfig(data=folder))) as client:
+        with pytest.raises(CapacityError, match="still being opened") as told:
+            await client.create("webshop", {"index": 0})
+        assert told.value.retry_after_s
+        read.set()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert (await client.create("webshop", {"index": 0})).episode_id
+                    break
+                except CapacityError:
+                    await asyncio.sleep(0.02)
 
 
 async def test_a_gateway_offers_it_when_it_has_a_catalogue_and_else_says_how(folder: Path) -> None:
