@@ -49,7 +49,8 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
-    from services.cli.check import check_launch
+    from services.cli.launch_checks import check_launch
+    from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
@@ -59,12 +60,14 @@ def run(
         raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
     if resume is not None:
         resolved, run_dir = reopen(resume)
+        elsewhere = commands_for_other_nodes(resolved, run_dir / "recipe.yaml", ())
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
+        elsewhere = commands_for_other_nodes(resolved, Path(str(recipe)), set_ or ())
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
-    outcome = run_recipe(resolved, run_dir, console)
+    outcome = run_recipe(resolved, run_dir, console, elsewhere)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
@@ -117,11 +120,13 @@ def evaluate(
     tasks count as wrong and are listed.
     """
     from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+    from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
     from services.cli.run import run as run_recipe
 
     resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
+    check_launch(resolved)
     resolved, run_dir = prepare(resolved)
     console.print(f"[bold]{resolved.name}[/bold]\nrun directory: {run_dir}", highlight=False)
     for name, policy in resolved.policies.items():
@@ -153,6 +158,30 @@ def resolve(
     console.print(
         f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
     )
+
+
+@app.command()
+def start(
+    recipe: RecipeArgument,
+    process: Annotated[
+        str, typer.Argument(help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them.")
+    ],
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="RUN_DIR", help="The run's directory; left out, RUNS/RECIPE of the orchestrator."),
+    ] = None,
+) -> None:
+    """Start one process of a recipe and stay until it ends: for split launches, and for other nodes.
+
+    Start them in any order, and again after whatever ended them: the run goes on. On another node, set
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, which is then reached through ssh.
+    """
+    from services.cli.profiles import load_with_profile
+    from services.cli.start import start as start_process
+
+    start_process(load_with_profile(recipe, set_ or (), profile), process, run_dir, console)
 
 
 @app.command()

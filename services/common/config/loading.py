@@ -159,7 +159,7 @@ def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def _apply_variables(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
-    for name, path in _port_variables(tree).items():
+    for name, path in port_variables(tree).items():
         text = environment.get(name)
         if text is None:
             continue
@@ -170,7 +170,8 @@ def _apply_variables(tree: dict[str, Any], environment: Mapping[str, str]) -> No
         _set(tree, path, value)
 
 
-def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Environment variable -> path of the port that it sets."""
     variables: dict[str, tuple[str, ...]] = {"ORCHESTRATOR_PORT": ("orchestrator", "port")}
     if tree.get("envgateway", {}) is not None:
         variables["ENVGATEWAY_PORT"] = ("envgateway", "port")

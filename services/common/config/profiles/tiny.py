@@ -31,6 +31,7 @@ MAX_MINIBATCHES = 4
 MAX_STALENESS = 2
 CONTEXT_TOKENS, EPISODE_CONTEXT_TOKENS = 4096, 8192
 TURN_TOKENS = 1024
+PROMPT_TOKENS = 2560
 NUM_SLOTS = 16
 LOOPBACK = "127.0.0.1"
 
@@ -76,6 +77,8 @@ def _rollouts(made: Tree) -> None:
 def _data(made: Tree, find_rows: FindRows) -> None:
     data = made["data"]
     data["train"] = _few(find_rows(data["train"]), TRAIN_ROWS)
+    if data["train"]["max_prompt_tokens"] is not None:
+        data["train"]["max_prompt_tokens"] = PROMPT_TOKENS
     data["evaluation"] = {name: _few(find_rows(rows), EVALUATION_ROWS) for name, rows in data["evaluation"].items()}
 
 
@@ -127,6 +130,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         "rendezvous_port": 0,
         "num_ranks": 1,
         "gpus": [],
+        "rendezvous_port": 0,
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",
