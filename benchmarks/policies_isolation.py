@@ -17,10 +17,7 @@ import argparse
 import asyncio
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from _processes import ROOT, free_port, orchestrator, spawn
+from _processes import kill as kill_all
 from _report import median_and_spread, report
 
 from services.common.config.loading import save_resolved, validate
@@ -35,7 +34,6 @@ from services.common.config.loading import save_resolved, validate
 STEP_S = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
 BATCH, GROUP_SIZE, NUM_TOKENS = 32, 8, 64
 WARM_UP_S = 3.0
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
@@ -86,18 +84,14 @@ def main() -> None:
 def _run(policies: tuple[str, ...], seconds: float, kill: str = "") -> tuple[dict[str, float], dict[str, float]]:
     """Steps per second of each policy; with ``kill``, of the time before and after that trainer was killed."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        port = _free_port()
+        port = free_port()
         _write_recipe(Path(folder), port, policies)
-        processes = [
-            _spawn([sys.executable, "-m", "services.orchestrator", "--run-dir", folder]),
-            _spawn([sys.executable, __file__, "--replica", f"{port}/{','.join(policies)}"]),
-        ]
+        replica = [sys.executable, __file__, "--replica", f"{port}/{','.join(policies)}"]
+        processes = [orchestrator(folder), spawn(replica)]
         try:
             return asyncio.run(_measure(f"127.0.0.1:{port}", policies, seconds, kill))
         finally:
-            for process in processes:
-                process.send_signal(signal.SIGKILL)
-                process.wait(10)
+            kill_all(processes)
 
 
 async def _measure(
@@ -176,17 +170,6 @@ def _write_recipe(folder: Path, port: int, policies: tuple[str, ...]) -> None:
         "envgateway": None,
     }
     save_resolved(validate(tree, source="benchmark"), folder)
-
-
-def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":
