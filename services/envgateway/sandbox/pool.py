@@ -45,7 +45,8 @@ class SandboxPool:
         self._connection: SupervisorConnection | None = None
         self._connecting = asyncio.Lock()
         self._free = config.num_slots
-        self._reserved = 1 if config.num_slots > 1 else 0  # slots that the patient leave free
+        self._most_patient = max(1, config.num_slots - 1)  # leases of the patient at once
+        self._patient = 0
         self._ahead = 0  # programs that were sent ahead, running or waiting at the supervisor
         self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
         self._patient_queue: collections.deque[asyncio.Future[None]] = collections.deque()
@@ -163,12 +164,16 @@ class SandboxPool:
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _may_take(self, patient: bool) -> bool:
-        return self._free > (self._reserved if patient else 0)
+        return self._free > 0 and (not patient or self._patient < self._most_patient)
+
+    def _take(self, patient: bool) -> None:
+        self._free -= 1
+        self._patient += patient
 
     async def _take_slot(self, timeout_s: float, patient: bool) -> None:
         queue = self._patient_queue if patient else self._queue
         if self._may_take(patient) and not queue:
-            self._free -= 1
+            self._take(patient)
             return
         if len(queue) >= self._config.queue_size:
             raise self._full(f"{len(queue)} programs are waiting")
@@ -179,7 +184,7 @@ class SandboxPool:
                 await turn
         except (TimeoutError, asyncio.CancelledError) as left:
             if turn.done() and not turn.cancelled():
-                self._give_slot()  # it was our turn in the very moment of leaving
+                self._give_slot(patient)  # it was our turn in the very moment of leaving
             elif turn in queue:
                 queue.remove(turn)
             if isinstance(left, TimeoutError):
@@ -190,22 +195,23 @@ class SandboxPool:
         wait_s = max(0.1, self._mean_wall_s * (len(self._queue) + 1) / self._config.num_slots)
         return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
 
-    def _give_slot(self) -> None:
+    def _give_slot(self, patient: bool) -> None:
         self._free += 1
-        for patient, queue in ((False, self._queue), (True, self._patient_queue)):
-            while queue and self._may_take(patient):
+        self._patient -= patient
+        for next_patient, queue in ((False, self._queue), (True, self._patient_queue)):
+            while queue and self._may_take(next_patient):
                 turn = queue.popleft()
                 if not turn.done():
-                    self._free -= 1
+                    self._take(next_patient)
                     turn.set_result(None)
 
     def ahead_has_ended(self) -> None:
         """A program that was sent ahead has ended."""
         self._ahead -= 1
 
-    def slot_is_empty(self) -> None:
+    def slot_is_empty(self, patient: bool) -> None:
         """For leases: nothing runs under it any more."""
-        self._give_slot()
+        self._give_slot(patient)
 
     def count(self, result: ExecutionResult) -> ExecutionResult:
         """For leases: a run has ended."""
@@ -270,7 +276,7 @@ class _Ahead:
     def count(self, result: ExecutionResult) -> ExecutionResult:
         return self._pool.count(result)
 
-    def slot_is_empty(self) -> None:
+    def slot_is_empty(self, patient: bool) -> None:
         self._pool.ahead_has_ended()
 
     def kill_supervisor(self) -> None:
