@@ -23,7 +23,7 @@ from typing import Any
 
 from services.envgateway.rewards.exactness import is_merely_near
 from services.envgateway.rewards.math_progress import ANSWER, IDLE, Progress
-from services.envgateway.sandbox.bare import seccomp, wire
+from services.envgateway.sandbox.bare import procfs, seccomp, wire
 
 MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300
@@ -42,17 +42,20 @@ def main() -> None:
     _restrict()
     channel.sendall(wire.encode({"kind": "ready"}))
     frames = wire.FrameReader()
+    question = 0
     while data := channel.recv(1 << 20):
         for _, (truth, completion) in frames.feed(data):
-            progress.begin()
+            question += 1
+            progress.begin(question)
             exhausted = False
             try:
                 outcome, detail = grade(truth.decode(), completion.decode(errors="replace"), progress)
             except (MemoryError, RecursionError) as error:
                 exhausted = True
-                outcome, detail = _exhausted(progress.stage, error)
+                outcome, detail = _exhausted(progress.read()[0], error)
             progress.reach(IDLE)
-            worn = exhausted or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > _WORN_BYTES
+            # what it holds now: the peak that the kernel tells is, after an exec, also that of who started us
+            worn = exhausted or procfs.resident_bytes(os.getpid()) > _WORN_BYTES
             told = {"outcome": outcome, "detail": detail[:_MAX_DETAIL], "exhausted": exhausted, "worn": worn}
             channel.sendall(wire.encode({"kind": "graded", **told}))
 
