@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.data_commands import data_app
 from services.common.errors import MillraceError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
 )
+app.add_typer(data_app, name="data")
 console = Console()
 errors = Console(stderr=True)
 
@@ -288,26 +290,6 @@ def weights(
         picture = plot_transfers(rows, output)
         if not as_json:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
-
-
-data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
-app.add_typer(data_app, name="data")
-
-
-@data_app.command()
-def rstar2(
-    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
-) -> None:
-    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
-    from services.orchestrator.process_train_dataset import process_train_dataset
-
-    done = process_train_dataset(inputs, output)
-    console.print(
-        f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 @app.command()
