@@ -54,9 +54,14 @@ def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
         for step in mine:
             broken = [key for key, value in step.items() if isinstance(value, float) and not math.isfinite(value)]
             assert not broken
+            assert step["failures"] == 0
+        # Half of what is said is right: a verifier may be rewarded twice, a purchase is worth less than 1.
+        assert 0.05 < sum(step["batch_reward_mean"] for step in mine) / len(mine) < 1.5
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["state"] == "finished"
-    assert "end" in {evaluation.partition("/")[0] for evaluation in summary["evaluations"]}
+    moments = {evaluation.partition("/")[0] for evaluation in summary["evaluations"]}
+    assert moments >= {"step-2", "end"}, "also while it trained"
+    assert all(result["num_trajectories"] and not result["num_failed"] for result in summary["evaluations"].values())
     transfers = [transfer for transfer in rows(run_dir, "weight_transfer") if not transfer["error"]]
     for policy, section in recipe.policies.items():
         ways = {transfer["encoding"] for transfer in transfers if transfer["policy"] == policy}

@@ -282,6 +282,14 @@ def test_ports_of_variables_count_last(tmp_path: Path) -> None:
     assert recipe.orchestrator.port == 50123
 
 
+def test_gpus_of_variables_are_not_for_a_recipe_on_the_cpu(tmp_path: Path) -> None:
+    environment = {"INFERENCE_A_GPUS": "0,1", "TRAINER_MODEL0_GPUS": "2,3,4"}
+    path = written(tmp_path, BASE)
+    assert load_recipe(path, [], environment).policies["model0"].trainer.gpus == [2, 3, 4]
+    recipe = load_recipe(path, [], environment, lambda tree: tiny(tree, rows_here, no_world))
+    assert recipe.inference["a"].gpus == recipe.policies["model0"].trainer.gpus == []
+
+
 def test_a_recipe_that_cannot_run_is_told_before_it_is_made_small(tmp_path: Path) -> None:
     path = written(tmp_path, {**BASE, "inference": {"a": {"policies": ["nobody"]}}})
     with pytest.raises(ConfigError, match="nobody"):

@@ -153,8 +153,9 @@ def _gateway(gateway: Tree) -> None:
     _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run
-    if gateway["http"]["port"] is not None:
-        gateway["http"]["port"] = 0
+    for server in ("http", "task_server"):
+        if gateway[server]["port"] is not None:
+            gateway[server]["port"] = 0
 
 
 def _at_most(section: Tree, key: str, value: float) -> None:
