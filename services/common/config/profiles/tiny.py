@@ -127,7 +127,6 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         batch["resample"]["keep"] = max(2, batch["resample"]["keep"] * group // old_group)
     policy["trainer"] |= {
         "port": 0,
-        "rendezvous_port": 0,
         "num_ranks": 1,
         "gpus": [],
         "device": "cpu",
