@@ -12,7 +12,7 @@
 
 The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/, math_train/.
 
-    python benchmarks/math_reward.py [--quick] [--data DIR] [--workers 2] [--cases 6000] [--seed 1]
+    python benchmarks/math_reward.py [--quick] [--data DIR] [--workers 2] [--cases 6000] [--per-repeat 2000] [--seed 1]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.bare import procfs
 
 _IN_FLIGHT = 64
-_REPEATS = 9
+_REPEATS, _QUICK_REPEATS = 5, 3
 _SHOWN = 12
 
 
@@ -122,11 +122,14 @@ def _cpu_s(pool: MathPool) -> float:
     return procfs.usage(pool.pids).cpu_s + time.process_time()
 
 
-async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers: int) -> dict[str, Any]:
-    """Interleaved repeats over fresh cases; the first slice warms both sides up and counts for nothing."""
-    size = len(cases) // (_REPEATS + 1)
+async def throughput(pool: MathPool, direct: Direct, cases: list[Case], repeats: int, workers: int) -> dict[str, Any]:
+    """Interleaved repeats over fresh cases; the first slice warms both sides up and counts for nothing.
+
+    Slices are long, because at the end of each one worker after the other has nothing left to do.
+    """
+    size = len(cases) // (repeats + 1)
     ours, theirs, ratios, cpu_ratios = [], [], [], []
-    for repeat in range(_REPEATS + 1):
+    for repeat in range(repeats + 1):
         part = cases[repeat * size : (repeat + 1) * size]
         began, cpu_began = time.perf_counter(), _cpu_s(pool)
         await graded(lambda case: pool.grade(case.truth, case.completion), part)
@@ -152,16 +155,19 @@ async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers:
     }
 
 
-async def measure(data: Path, num_cases: int, num_traps: int, workers: int, seed: int) -> None:
+async def measure(
+    data: Path, num_cases: int, repeats: int, per_repeat: int, num_traps: int, workers: int, seed: int
+) -> None:
     load = os.getloadavg()[0]  # of whatever else runs here, which no ratio should be read without
     direct = Direct()
     pool = MathPool(MathRewardConfig(num_workers=workers))
     try:
-        fresh = completions(data, 2 * num_cases, seed)
-        print(f"throughput: {_REPEATS} repeats over {num_cases} fresh completions")
-        speed = await throughput(pool, direct, fresh[:num_cases], workers)
+        num_timed = (repeats + 1) * per_repeat
+        fresh = completions(data, num_timed + num_cases, seed)
+        print(f"throughput: {repeats} repeats over {per_repeat} fresh completions each")
+        speed = await throughput(pool, direct, fresh[:num_timed], repeats, workers)
         print(f"agreement: {num_cases} other completions, both settings of Math-Verify")
-        right = await agreement(pool, direct, fresh[num_cases:])
+        right = await agreement(pool, direct, fresh[num_timed:])
         print(f"traps: {num_traps}")
         strict = await strictness(pool, direct, traps(data, num_traps, seed))
     finally:
@@ -189,10 +195,11 @@ async def measure(data: Path, num_cases: int, num_traps: int, workers: int, seed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the cases: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer of everything: under a minute")
     parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the pool")
-    parser.add_argument("--cases", type=int, default=6000, help="completions of each part")
+    parser.add_argument("--cases", type=int, default=6000, help="completions of the comparison")
+    parser.add_argument("--per-repeat", type=int, default=2000, help="completions of each repeat of the timing")
     parser.add_argument("--sympy-cache", action="store_true", help="leave sympy's caches on")
     parser.add_argument("--seed", type=int, default=1, help="of the completions")
     arguments = parser.parse_args()
@@ -200,11 +207,13 @@ def main() -> None:
         print("no rows: name their folder with --data or MILLRACE_DATA_ROOT")
         report("math_reward", 0.0, 0.0, 0.0, 0.0, skipped="no rows")
         return
-    num_cases = min(arguments.cases, 1200) if arguments.quick else arguments.cases
+    num_cases = min(arguments.cases, 600) if arguments.quick else arguments.cases
+    per_repeat = min(arguments.per_repeat, 800) if arguments.quick else arguments.per_repeat
+    repeats = _QUICK_REPEATS if arguments.quick else _REPEATS
     num_traps = 400 if arguments.quick else 4000
     if not arguments.sympy_cache:
         os.environ["SYMPY_USE_CACHE"] = "no"  # before anything imports sympy; the workers are told, too
-    asyncio.run(measure(arguments.data, num_cases, num_traps, arguments.workers, arguments.seed))
+    asyncio.run(measure(arguments.data, num_cases, repeats, per_repeat, num_traps, arguments.workers, arguments.seed))
 
 
 if __name__ == "__main__":
