@@ -32,7 +32,7 @@ async def test_a_run_evaluates_trains_evaluates_and_exits(orchestrators: Make, p
     assert summary["max_staleness"] <= 1
     steps = orchestrator.metrics("training_step")
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert all(row["reward_mean"] == 0.5 and row["num_sequences"] == 16 for row in steps)
+    assert all(row["batch_reward_mean"] == 0.5 and row["num_sequences"] == 16 for row in steps)
     ids = [name for pulled in trainer.pulled.values() for name in pulled.ids]
     assert len(ids) == len(set(ids)) == 96
 
