@@ -32,11 +32,14 @@ run: $(STAMP) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
 test: $(STAMP) ## set up and run every test
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu' -n 2
-	$(BIN)/python -m pytest -q -m 'slow and not gpu' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes' -n 2
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes' -n 2
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes' -n 2
+
+test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
+	$(BIN)/python -m pytest -q -m recipes
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu

@@ -62,6 +62,8 @@ class Rollouts:
         trajectory.started_at.FromNanoseconds(int(started_at * 1e9))
         trajectory.finished_at.FromNanoseconds(int(time.time() * 1e9))
         for policy, version in held.items():
+            if order.policies and policy not in order.policies:
+                continue
             sequence = trajectory.sequences.add(
                 policy=policy, role="agent", reward=reward, stop_reason=trajectory_pb2.STOP_REASON_STOP
             )

@@ -10,10 +10,11 @@ Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
 
     single      programs that print their input, each a POST /run of its own, from 16 connections
     batch       the same in one POST /run/long-batch
-    sympy       a batch of programs that import sympy and expand a square
+    sympy       a batch of programs that import sympy and print one of its numbers
+    algebra     a batch of programs that import sympy and expand a square
 
 Every answer is checked. ``ours`` and ``theirs`` are jobs per second of the batch, ``ratio`` is the smallest of the ratios
-on trivial programs; ``sympy_ratio`` stands beside it. Figures are medians of interleaved repeats.
+on trivial programs; ``sympy_ratio`` and ``algebra_ratio`` stand beside it. Figures are medians of interleaved repeats.
 
 Then the lanes: p99 of an interactive call (POST /run) while nothing else runs, and while 10,000 batch jobs that sleep 50 ms
 wait; ``added_p99_ms`` is the difference, for ours over Redis and embedded.
@@ -41,7 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from _judge_arms import NUM_WORKERS, Arm, code_judge, interpreter_per_job, ours
 
 _CONNECTIONS = 16
-_SYMPY = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.expand((x + int(input())) ** 2))"
+_SYMPY = "import sympy\nprint(sympy.Integer(input()) + 1)"
+_ALGEBRA = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.expand((x + int(input())) ** 2))"
 _NUM_WAITING = 10_000
 _PAUSE_S = 0.01  # between interactive calls: they are tool calls, not a flood
 
@@ -52,7 +54,8 @@ class Load:
     def __init__(self, arm: Arm) -> None:
         self._session = aiohttp.ClientSession(
             f"http://127.0.0.1:{arm.port}",
-            connector=aiohttp.TCPConnector(limit=_CONNECTIONS + 2),
+            # given up sooner than any server does, so that none is closed in the moment of its use
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS + 2, keepalive_timeout=2.0),
             timeout=aiohttp.ClientTimeout(total=300),
         )
 
@@ -110,8 +113,12 @@ def _trivial(number: int) -> dict[str, Any]:
 
 
 def _sympy(number: int) -> dict[str, Any]:
+    return {"type": "python", "solution": _SYMPY, "input": str(number), "expected_output": str(number + 1)}
+
+
+def _algebra(number: int) -> dict[str, Any]:
     expanded = f"x**2 + {2 * number}*x + {number**2}"
-    return {"type": "python", "solution": _SYMPY, "input": str(number), "expected_output": expanded}
+    return {"type": "python", "solution": _ALGEBRA, "input": str(number), "expected_output": expanded}
 
 
 def _p99(values: list[float]) -> float:
@@ -125,7 +132,8 @@ async def throughput(arms: list[Arm], repeats: int, seconds: float) -> dict[str,
     workloads = {
         "single": lambda load, num: load.single(num),
         "batch": lambda load, num: load.batch([_trivial(number) for number in range(num)]),
-        "sympy": lambda load, num: load.batch([_sympy(number + 2) for number in range(num)]),
+        "sympy": lambda load, num: load.batch([_sympy(number) for number in range(num)]),
+        "algebra": lambda load, num: load.batch([_algebra(number + 2) for number in range(num)]),
     }
     sizes: dict[tuple[str, str], int] = {}
     for workload, run in workloads.items():
@@ -199,6 +207,7 @@ async def main(arguments: argparse.Namespace) -> None:
         single_ratio=ratio["single"],
         batch_ratio=ratio["batch"],
         sympy_ratio=ratio["sympy"],
+        algebra_ratio=ratio["algebra"],
         jobs_per_s={
             workload: {name: rate for name, (rate, _) in by_arm.items()} for workload, by_arm in medians.items()
         },

@@ -20,9 +20,7 @@ import asyncio
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from typing import Any
 import _polling
 import numpy as np
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from _processes import ROOT, free_port, kill, orchestrator, spawn
 from _report import median_and_spread, report
 
 from services.common.config.loading import save_resolved, validate
@@ -42,7 +41,6 @@ BATCH = 256
 MAX_STALENESS = 2
 RATE = 96.0  # sequences per second of the latency workload
 WARM_UP = 1  # batches
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
@@ -100,14 +98,13 @@ def _gaps(count: int, seed: int) -> list[float]:
 
 def _ours(workload: Any, batch: int, max_staleness: int, seed: int) -> Any:
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        port = _free_port()
+        port = free_port()
         _write_recipe(Path(folder), port, batch, max_staleness)
-        command = [sys.executable, "-m", "services.orchestrator", "--run-dir", folder]
-        processes = [_spawn(command), _spawn(_role("replica", port, seed))]
+        processes = [orchestrator(folder), spawn(_role("replica", port, seed))]
         try:
             return asyncio.run(_with_trainer(workload, f"127.0.0.1:{port}"))
         finally:
-            _end(processes)
+            kill(processes)
 
 
 async def _with_trainer(workload: Any, address: str) -> Any:
@@ -175,17 +172,17 @@ async def _run_replica(port: int, seed: int) -> None:
 
 
 def _theirs(workload: Any, batch: int, max_staleness: int, seed: int) -> Any:
-    port = _free_port()
-    hub = _spawn([*_role("hub", port, seed)], HUB=f"{batch},{max_staleness}")
+    port = free_port()
+    hub = spawn([*_role("hub", port, seed)], HUB=f"{batch},{max_staleness}")
     try:
         _wait_for(port)
-        workers = _spawn(_role("workers", port, seed))
+        workers = spawn(_role("workers", port, seed))
         try:
             return workload(_polling.Trainer(port))
         finally:
-            _end([workers])
+            kill([workers])
     finally:
-        _end([hub])
+        kill([hub])
 
 
 def _throughput_http(trainer: _polling.Trainer, seconds: float) -> float:
@@ -227,23 +224,6 @@ def _play(role: str, port: int, seed: int) -> None:
         _polling.serve(port, batch, GROUP_SIZE, max_staleness)
     else:
         _polling.replica(port, NUM_TOKENS, num_threads=8, seed=seed)
-
-
-def _spawn(command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.DEVNULL)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_for(port: int) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.cli.data_commands import data_app
 from services.common.errors import MillraceError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
 )
+app.add_typer(data_app, name="data")
 console = Console()
 errors = Console(stderr=True)
 
@@ -49,7 +51,8 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
-    from services.cli.check import check_launch
+    from services.cli.launch_checks import check_launch
+    from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
@@ -59,12 +62,14 @@ def run(
         raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
     if resume is not None:
         resolved, run_dir = reopen(resume)
+        elsewhere = commands_for_other_nodes(resolved, run_dir / "recipe.yaml", ())
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
+        elsewhere = commands_for_other_nodes(resolved, Path(str(recipe)), set_ or ())
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
-    outcome = run_recipe(resolved, run_dir, console)
+    outcome = run_recipe(resolved, run_dir, console, elsewhere)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
@@ -117,11 +122,13 @@ def evaluate(
     tasks count as wrong and are listed.
     """
     from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+    from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
     from services.cli.run import run as run_recipe
 
     resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
+    check_launch(resolved)
     resolved, run_dir = prepare(resolved)
     console.print(f"[bold]{resolved.name}[/bold]\nrun directory: {run_dir}", highlight=False)
     for name, policy in resolved.policies.items():
@@ -153,6 +160,30 @@ def resolve(
     console.print(
         f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
     )
+
+
+@app.command()
+def start(
+    recipe: RecipeArgument,
+    process: Annotated[
+        str, typer.Argument(help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them.")
+    ],
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="RUN_DIR", help="The run's directory; left out, RUNS/RECIPE of the orchestrator."),
+    ] = None,
+) -> None:
+    """Start one process of a recipe and stay until it ends: for split launches, and for other nodes.
+
+    Start them in any order, and again after whatever ended them: the run goes on. On another node, set
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, which is then reached through ssh.
+    """
+    from services.cli.profiles import load_with_profile
+    from services.cli.start import start as start_process
+
+    start_process(load_with_profile(recipe, set_ or (), profile), process, run_dir, console)
 
 
 @app.command()
@@ -259,26 +290,6 @@ def weights(
         picture = plot_transfers(rows, output)
         if not as_json:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
-
-
-data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
-app.add_typer(data_app, name="data")
-
-
-@data_app.command()
-def rstar2(
-    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
-) -> None:
-    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
-    from services.orchestrator.process_train_dataset import process_train_dataset
-
-    done = process_train_dataset(inputs, output)
-    console.print(
-        f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 @app.command()

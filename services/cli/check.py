@@ -1,12 +1,11 @@
 """``millrace check``: everything that can be known to be wrong before a process starts.
 
 The schema is checked by loading; here it is what the recipe names: data, workflow, rewards, models, ports, and whether
-it fits into the GPUs. ``check_launch`` is the part that `millrace run` asks, too: what would end a run long after its start.
+it fits into the GPUs. What this machine must have besides, to run it, is ``launch_checks``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,13 +36,6 @@ def check_recipe(recipe: Recipe) -> None:
             check()
         except MillraceError as error:
             problems.append(error.message)
-    if problems:
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
-
-
-def check_launch(recipe: Recipe) -> None:
-    """What `millrace run` refuses before any process starts; raises ``ConfigError`` with one line per problem."""
-    problems = [*_missing_data(recipe), *misfits(recipe), *_missing_packages(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
@@ -104,31 +96,6 @@ def _check_evaluation_data(recipe: Recipe) -> None:
             problems.append(error.message)
     if problems:
         raise ConfigError("\n  ".join(problems))
-
-
-def _missing_data(recipe: Recipe) -> list[str]:
-    """Datasets known by name that are neither on this disk nor fetched by themselves."""
-    from services.orchestrator.catalogue import must_be_fetched_by_hand
-
-    named = {"data.train": recipe.data.train}
-    named |= {f"data.evaluation.{name}": config for name, config in recipe.data.evaluation.items()}
-    problems = []
-    for where, config in named.items():
-        if config.name is not None and (problem := must_be_fetched_by_hand(config.name, f"{where}.name")):
-            problems.append(problem)
-    return problems
-
-
-def _missing_packages(recipe: Recipe) -> list[str]:
-    """Engines of this node whose package is not installed."""
-    if importlib.util.find_spec("sglang") is not None:
-        return []
-    return [
-        f"inference.{name}.engine is sglang, but the package sglang is not installed here: run this on a GPU machine "
-        "after `pip install 'millrace[sglang]'`, or write engine: torch"
-        for name, service in recipe.inference.items()
-        if service.engine == "sglang" and service.node == 0
-    ]
 
 
 def _check_data(where: str, config: DatasetConfig) -> None:

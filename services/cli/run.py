@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
+from services.cli.signals import StopSignal
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
@@ -66,18 +67,22 @@ def reopen(run_dir: Path) -> tuple[Recipe, Path]:
     return recipe, run_dir.resolve()
 
 
-def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
+def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str] = ()) -> Outcome:
     """Run to the end. Ctrl-C and SIGTERM stop what was started and raise ``Interrupted``.
+
+    ``elsewhere``: what to tell when node 0 is up, such as the commands for other nodes.
 
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
     """
     configure(service="launcher", run_dir=run_dir)
     begun = time.monotonic()
-    stop = _StopSignal()
+    stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        _warm_start(recipe, run_dir, processes, console, stop)
+        warm_start(recipe, run_dir, processes, console, stop)
         _start(recipe, run_dir, processes, console, stop)
+        for line in elsewhere:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
         _follow(recipe, processes, console, stop)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
@@ -89,28 +94,8 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     return Outcome(run_dir, summary, _picture(run_dir))
 
 
-class _StopSignal:
-    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there."""
-
-    def __init__(self) -> None:
-        self._received = False
-        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def check(self) -> None:
-        """Called once per turn of every loop."""
-        if self._received:
-            raise KeyboardInterrupt
-
-    def restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, *_: object) -> None:
-        self._received = True
-        raise KeyboardInterrupt
-
-
-def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
+def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
+    """Make the starting checkpoints that are missing, one after the other."""
     metrics = run_dir / "metrics" / "warm_start.jsonl"
     for spec in warm_start_commands(recipe, run_dir):
         with console.status(f"{spec.name}: making the starting checkpoint") as status:
@@ -127,7 +112,7 @@ def _warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Co
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
-def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: _StopSignal) -> None:
+def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
     specs = plan(recipe, run_dir)
     for spec in specs:
         processes.start(spec)
@@ -137,7 +122,7 @@ def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in specs)}")
 
 
-def _follow(recipe: Recipe, processes: Processes, console: Console, stop: _StopSignal) -> None:
+def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:
     client = OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
     finished_at: float | None = None
     try:

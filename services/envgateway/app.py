@@ -114,6 +114,7 @@ class Gateway:
         return {
             **self._sandbox.gauges,
             **self.queue.gauges,
+            **self._environments.gauges,
             "episodes_live": float(self._episodes.num_live),
             "stalled_threads": float(THREADS.num_stalled),
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from services.envgateway.threads import DaemonThreads
+from services.common.threads import DaemonThreads
 
 Result = TypeVar("Result")
 

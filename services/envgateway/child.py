@@ -27,36 +27,44 @@ class ChildDied(Exception):
     """It ended without an answer."""
 
 
+def spawn(
+    module: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start ``python -m module <descriptor> *arguments`` in a group of its own; returns it and our end of its channel.
+
+    The child finds DIE_WITH_PARENT in its environment, and the descriptors ``pass_fds`` under their numbers.
+    """
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={
+            "PATH": os.defpath,
+            "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
+            DIE_WITH_PARENT: str(os.getpid()),
+            **(environment or {}),
+        },
+        cwd="/",
+        pass_fds=[theirs.fileno(), *pass_fds],
+        start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
+    )
+    theirs.close()
+    ours.setblocking(False)
+    return process, ours
+
+
 class Child:
     """One process, in a group of its own, and our end of its channel. ``kill`` ends it; nothing else does."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
+        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment and the
-        descriptors ``pass_fds`` under their numbers."""
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={
-                "PATH": os.defpath,
-                "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
-                DIE_WITH_PARENT: str(os.getpid()),
-                **(environment or {}),
-            },
-            cwd="/",
-            pass_fds=[theirs.fileno(), *pass_fds],
-            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
-        )
-        theirs.close()
-        ours.setblocking(False)
-        self._channel = ours
+        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment."""
+        self._process, self._channel = spawn(module, arguments, environment)
         self._frames = wire.FrameReader()
 
     @property
@@ -82,13 +90,6 @@ class Child:
                 raise ChildDied
             for head, _ in self._frames.feed(data):
                 return head
-
-    def death_signal(self, timeout_s: float = 1.0) -> int:
-        """After ``ChildDied``: the signal that ended it; 0 when it exited by itself, or has not ended within that time."""
-        try:
-            return max(0, -self._process.wait(timeout_s))
-        except subprocess.TimeoutExpired:
-            return 0
 
     def kill(self) -> None:
         """It and whatever it started. Nobody may be waiting for an answer."""

@@ -49,9 +49,9 @@ class ShortPrompts:
 
 
 def with_short_prompts(source: TaskSource, recipe: Recipe, run_dir: Path) -> TaskSource:
-    """The training tasks without those that are too long; as they are when the recipe sets no limit."""
+    """The training tasks without those that are too long; as they are when the recipe sets no limit or trains nothing."""
     limit = recipe.data.train.max_prompt_tokens
-    if limit is None:
+    if limit is None or recipe.run.steps == 0:
         return source
     paths = {recipe.model_path(policy, run_dir): policy for policy in recipe.policies}
     counters = [open_tokenizer(path, f"policies.{policy}.model.path") for path, policy in paths.items()]

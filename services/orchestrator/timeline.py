@@ -113,8 +113,9 @@ class Timeline:
 
 
 def _add(table: dict[str, list[Stretch]], name: str, stretches: list[Stretch]) -> None:
-    if stretches:
-        table[name] = merge([*table.get(name, []), *stretches])
+    merged = merge([*table.get(name, []), *stretches])
+    if merged:  # stretches without length leave nothing
+        table[name] = merged
 
 
 def _idle_share(table: Mapping[str, list[Stretch]]) -> float:

@@ -1,7 +1,7 @@
 """From a recipe file to a validated ``Recipe``: extends, overrides, variables, and errors that say what to write.
 
-Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, a ``--profile``, the
-overrides again, environment variables for ports and GPUs. ``defaults`` go below all of these (``config.defaults``).
+Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, environment variables for
+GPUs, a ``--profile``, the overrides again, environment variables for ports. ``defaults`` go below all of these (``config.defaults``).
 Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
 ``../`` is a path relative to the file that holds it.
 
@@ -39,7 +39,8 @@ def load_recipe(
 ) -> Recipe:
     """Read and validate a recipe (a file, or a directory that holds ``recipe.yaml``).
 
-    ``profile`` transforms the whole of it; overrides count before it and, but for ``data``, once more after it.
+    ``profile`` transforms the whole of it, and may run it elsewhere than on the GPUs that variables name; overrides count
+    before it and, but for ``data``, once more after it.
 
     Raises:
         ConfigError: with one line per problem: the path in the recipe, what is wrong, what to write instead.
@@ -47,12 +48,14 @@ def load_recipe(
     tree = _read(_recipe_file(path), seen=())
     for override in overrides:
         _apply_override(tree, override)
+    for variable_path, gpus in gpu_settings(tree, environment):
+        _set(tree, variable_path, gpus)
     if profile is not None:
         tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
         for override in overrides:
             if not override.strip().startswith("data."):  # the profile has replaced whole datasets
                 _apply_override(tree, override)
-    _apply_variables(tree, environment)
+    _apply_ports(tree, environment)
     return validate(spread_defaults(tree), source=str(path))
 
 
@@ -158,19 +161,18 @@ def _set(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _apply_variables(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
-    for name, path in _port_variables(tree).items():
+def _apply_ports(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
+    for name, path in port_variables(tree).items():
         text = environment.get(name)
         if text is None:
             continue
         if not text.isdigit():
             raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
         _set(tree, path, int(text))
-    for path, value in gpu_settings(tree, environment):
-        _set(tree, path, value)
 
 
-def _port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Environment variable -> path of the port that it sets."""
     variables: dict[str, tuple[str, ...]] = {"ORCHESTRATOR_PORT": ("orchestrator", "port")}
     if tree.get("envgateway", {}) is not None:
         variables["ENVGATEWAY_PORT"] = ("envgateway", "port")

@@ -38,6 +38,7 @@ class Observation:
     messages: Sequence[
         Mapping[str, str]
     ] = ()  # the same text as a chat (role, content), where it is more than one turn
+    remembered: str = ""  # what a history keeps of the last message once there is a newer one; empty: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class StepResult:
     admissible_actions: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # countable facts, such as tool_errors
     status: str = ""  # why it is done, in AgentBench's words where it has one: see ``EndStatus``
+    remembered: str = ""  # what a history keeps of the observation once there is a newer one; empty: all of it
 
 
 class EndStatus(enum.StrEnum):

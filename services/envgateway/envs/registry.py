@@ -76,6 +76,11 @@ class EnvironmentRegistry:
         """Turns of its episodes, where its world says so in an attribute of this name."""
         return getattr(self._worlds.get(name), "max_turns", None)
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """What the worlds count, where they do, in an attribute of this name."""
+        return {name: value for world in self._worlds.values() for name, value in getattr(world, "gauges", {}).items()}
+
     async def close(self) -> None:
         """Release what the worlds hold; every episode is closed by now."""
         for world in self._worlds.values():

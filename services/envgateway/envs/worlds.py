@@ -13,13 +13,11 @@ from services.envgateway.envs.webshop.world import WebshopWorld
 
 
 def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
-    """By name: a world, or why there is none. Raises ``ConfigError`` for settings that cannot work."""
-    return {
-        "alfworld": _alfworld(config),
-        "textworld": _textworld(config),
-        "webshop": _webshop(config),
-        **{name: AgentBenchWorld(server) for name, server in config.agentbench.items()},
-    }
+    """By name: a world, or why there is none. An AgentBench server goes before the built-in world of its name, which then
+    needs no data. Raises ``ConfigError`` for settings that cannot work."""
+    built_in = {"alfworld": _alfworld, "textworld": _textworld, "webshop": _webshop}
+    worlds = {name: make(config) for name, make in built_in.items() if name not in config.agentbench}
+    return worlds | {name: AgentBenchWorld(server) for name, server in config.agentbench.items()}
 
 
 def _alfworld(config: EnvGatewayConfig) -> World | str:

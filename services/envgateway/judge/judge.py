@@ -26,6 +26,7 @@ from services.envgateway.judge.records import (
     CaseResult,
     JudgeRequest,
     JudgeResult,
+    Lane,
     StdinCase,
     StdinTests,
     Verdict,
@@ -68,7 +69,7 @@ class Judge:
                 wrong = str(error)
         if wrong:
             return refused(request, wrong, self._sandbox.tier)
-        async with self._sandbox.lease(queue_timeout_s) as slot:
+        async with self._sandbox.lease(queue_timeout_s, patient=request.lane is Lane.BATCH) as slot:
             return await _Judgement(slot, request, self._sandbox.tier).run(direct)
 
 

@@ -56,7 +56,9 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Runs one program (``SandboxPool``)."""
 
-    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult: ...
+    async def run(
+        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
+    ) -> ExecutionResult: ...
 
 
 class Judging(Protocol):
@@ -75,7 +77,7 @@ class LocalRunner:
     async def run(self, job: Job, lane: Lane) -> JobResult:
         if isinstance(job, JudgeRequest):
             return await self._judge.judge(job)
-        return await self._sandbox.run(job)
+        return await self._sandbox.run(job, patient=lane is Lane.BATCH, ahead=True)
 
 
 def is_about_the_program(result: JobResult) -> bool:

@@ -11,5 +11,7 @@ class EmbeddedQueue(FairQueue):
     """One slot is never given to batch, where there are several; ``queue_size`` is that of each lane."""
 
     def __init__(self, sandbox: Executor, judge: Judging, *, num_slots: int, queue_size: int) -> None:
-        turns = Turns(num_slots=num_slots, num_reserved=1 if num_slots > 1 else 0, lane_size=queue_size)
+        turns = Turns(
+            num_slots=num_slots, num_reserved=1 if num_slots > 1 else 0, lane_size=queue_size, sends_ahead=True
+        )
         super().__init__(LocalRunner(sandbox, judge), turns)

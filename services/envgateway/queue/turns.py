@@ -4,7 +4,9 @@
                                       | --> at most ``num_slots`` at once
     batch (judging)               --> |     ``num_reserved`` of them never for batch
 
-A full lane refuses the client that has most waiting there, not the one that happens to come last.
+While jobs are brief, some are let through ahead of a slot, so that none stands empty between two of them; these wait at
+the sandbox, which lets the interactive go first and keeps the reserved slots as well. A full lane refuses the client that has most waiting there, not the one
+that happens to come last.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from services.envgateway.queue.line import FairLine
 
 _RETRY_FROM_S = 0.5
 _RETRY_AT_MOST_S = 30.0
+_BRIEF_S = 0.03  # of a turn, on average
 
 _Turn = asyncio.Future[None]
 
@@ -27,8 +30,10 @@ _Turn = asyncio.Future[None]
 class Turns:
     """``async with turns.turn(lane, client)``: inside, a slot is yours."""
 
-    def __init__(self, *, num_slots: int, num_reserved: int, lane_size: int) -> None:
+    def __init__(self, *, num_slots: int, num_reserved: int, lane_size: int, sends_ahead: bool = False) -> None:
+        """``sends_ahead``: behind the slots is a sandbox, where a job may wait for one."""
         self._lane_size = lane_size
+        self._sends_ahead = sends_ahead
         self._waiting: dict[Lane, FairLine[_Turn]] = {lane: FairLine() for lane in Lane}
         self._running: Counter[Lane] = Counter()
         self._mean_s = 0.05  # of a job, for telling when to come back
@@ -112,11 +117,13 @@ class Turns:
         )
 
     def _may_start(self, lane: Lane) -> bool:
-        if self.num_running >= self.num_slots:
+        ahead = self.num_slots if self._sends_ahead and self._mean_s < _BRIEF_S else 0
+        interactive, batch = self._running[Lane.INTERACTIVE], self._running[Lane.BATCH]
+        if interactive + min(batch, self._batch_slots) >= self.num_slots + ahead:
             return False
         if lane is Lane.INTERACTIVE:
             return True
-        return self._running[Lane.BATCH] < self._batch_slots and not self._waiting[Lane.INTERACTIVE]
+        return batch < self._batch_slots + ahead and not self._waiting[Lane.INTERACTIVE]
 
     def _wake(self) -> None:
         for lane in (Lane.INTERACTIVE, Lane.BATCH):

@@ -46,22 +46,27 @@ def as_integer(text: str) -> int | None:
 
 
 _NUMBER = r"[+-]?\d+(?:\.\d+)?"
-_NUMBERS = re.compile(rf"{_NUMBER}(?:\s*[,;]\s*{_NUMBER})+")
-_GROUPED_DIGITS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+")
+_NEXT = rf"\s*(?:[,;]\s*(?:and\s|or\s)?|\band\s|\bor\s)\s*{_NUMBER}"
+_CLOSING_NUMBERS = re.compile(rf"{_NUMBER}(?:{_NEXT})+[\s.$()\[\]{{}}\\]*$")
+_GROUPED_DIGITS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _CLOSING_LIST = re.compile(r"[\[{][^\[\]{}]*,[^\[\]{}]*[\]}]\W*$")
+_MOST_CHARS = 1000  # of the end of a line
 
 
 def ends_in_bare_list(text: str) -> bool:
     """Whether an unboxed text ends in several numbers: offering many is not answering with one of them.
 
-    >>> ends_in_bare_list("[1, 2, 10000]"), ends_in_bare_list("1, 2, 3."), ends_in_bare_list("so it is 10,000")
+    >>> ends_in_bare_list("[1, 2, 10000]"), ends_in_bare_list("one of 1, 2 or 3."), ends_in_bare_list("so it is 10,000")
     (True, True, False)
     """
     lines = text.strip().splitlines()
-    last = lines[-1].strip(" .$()[]{}\\") if lines else ""
-    if _NUMBERS.fullmatch(last) and not _GROUPED_DIGITS.fullmatch(last):
+    if not lines:
+        return False
+    last = lines[-1][-_MOST_CHARS:]
+    numbers = _CLOSING_NUMBERS.search(last)
+    if numbers and not _GROUPED_DIGITS.fullmatch(numbers[0].strip(" .$()[]{}\\")):
         return True
-    return bool(lines and _CLOSING_LIST.search(lines[-1]))
+    return bool(_CLOSING_LIST.search(last))
 
 
 def compare_plainly(answer: str, truth: str) -> RewardResult | None:

@@ -52,10 +52,10 @@ def _is_rounded(decimal: Decimal, number: Any) -> bool:
         context.prec = 2 * _DIGITS
         if getattr(number, "is_Rational", False):
             exact = Decimal(int(number.p)) / Decimal(int(number.q))
-            if exact == decimal:
-                return True
         else:
             exact = Decimal(str(number.evalf(_DIGITS)))
+        if exact == decimal:
+            return True
         shown = decimal.normalize()
         if len(shown.as_tuple().digits) < _LEAST_DIGITS:
             return False

@@ -19,13 +19,22 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
 
 from services.common.config.envgateway import MathRewardConfig
 from services.common.errors import CapacityError, InfrastructureError
-from services.envgateway.rewards.math_process import MathProcess, WorkerDied, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards.math_process import (
+    MathProcess,
+    WorkerDied,
+    WorkerFailed,
+    WorkerLost,
+    WorkerOverdue,
+    WorkerStarved,
+)
 from services.envgateway.rewards.math_progress import ANSWER
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
 from services.envgateway.sandbox.bare import wire
@@ -37,6 +46,8 @@ _START_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 60.0
 _MAX_WAITING = 4096
 _ATTEMPTS = 3
+_MOST_TRIES = 10  # those that were lost to the answer before it included
+_DEPTH = 4  # questions at one worker: the one that it grades, and the next, so that it never waits for us
 _MAX_SOUND = 4096
 _HARMLESS = "$\\frac{355}{113}$"  # nothing that a text comparison could decide
 _SURE_AFTER = 2  # crashes on the same answer, until it is the answer's doing
@@ -52,18 +63,66 @@ _OWN_DOING = {
 }
 
 
+class _Seat:
+    """A worker's place; empty until it is needed, and again after its worker has failed."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s = cpu_s
+        self._starting = asyncio.Lock()
+        self.process: MathProcess | None = None
+        self.num_asked = 0
+
+    async def ask(self, frame: bytes) -> dict[str, Any]:
+        """Raises ``WorkerFailed``, and ``InfrastructureError`` when no worker starts."""
+        self.num_asked += 1
+        try:
+            async with self._starting:
+                if self.process is None or self.process.failure is not None:
+                    self.empty()
+                    self.process = await _started(self._cpu_s)
+                process = self.process
+            answer = await process.ask(frame)
+            if answer["worn"] and self.process is process:
+                self.empty()
+            return answer
+        finally:
+            self.num_asked -= 1
+
+    def empty(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+
+
+async def _started(cpu_s: float) -> MathProcess:
+    process = MathProcess(cpu_s)
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            await process.start()
+    except (TimeoutError, WorkerFailed) as error:
+        process.kill()
+        raise InfrastructureError(f"the math grader does not start (is math-verify installed?): {error}") from error
+    except asyncio.CancelledError:
+        process.kill()
+        raise
+    return process
+
+
 class MathPool:
     """``grade`` is the only way in. Unused, it holds no process."""
 
     def __init__(self, config: MathRewardConfig) -> None:
         self._config = config
-        self._idle: asyncio.LifoQueue[MathProcess | None] = asyncio.LifoQueue()  # None: a place without a process
-        for _ in range(config.num_workers):
-            self._idle.put_nowait(None)
-        self._workers: set[MathProcess] = set()
+        self._seats = [_Seat(config.timeout_s) for _ in range(config.num_workers)]
+        self._room = asyncio.Semaphore(config.num_workers * _DEPTH)
         self._waiting = 0
         self._sound: OrderedDict[str, bool] = OrderedDict()  # by reference answer
         self.counts: Counter[str] = Counter()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that live."""
+        return [seat.process.pid for seat in self._seats if seat.process is not None]
 
     async def grade(self, truth: str, completion: str) -> RewardResult:
         """Grade one completion.
@@ -76,6 +135,10 @@ class MathPool:
         if is_blamed and not await self._is_sound(truth):
             return grader_failed(f"the reference answer cannot be compared with anything: {result.detail}")
         return result
+
+    async def close(self) -> None:
+        for seat in self._seats:
+            seat.empty()
 
     async def _is_sound(self, truth: str) -> bool:
         if truth not in self._sound:
@@ -93,80 +156,54 @@ class MathPool:
             {"kind": "grade"},
             [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")],
         )
-        worker = await self._borrow()
-        crashes, why = 0, ""
-        try:
-            for _ in range(_ATTEMPTS):
-                if worker is None:
-                    worker = await self._start()
+        failed, crashes, why = 0, 0, ""
+        for _ in range(_MOST_TRIES):
+            async with self._place():
+                seat = min(self._seats, key=lambda seat: (seat.num_asked, seat.process is None))
                 try:
-                    answer = await worker.ask(frame, self._config.timeout_s)
-                except (WorkerOverdue, WorkerDied, WorkerStarved) as failure:
-                    self._discard(worker)
-                    worker = None
+                    answer = await seat.ask(frame)
+                except WorkerLost:
+                    continue
+                except WorkerFailed as failure:
+                    failed += 1
                     crashes += isinstance(failure, WorkerDied) and failure.signal in _OWN_DOING
                     result, why = self._judged(failure, crashes), str(failure)
                     if result is not None:
                         return result, result.outcome is RewardOutcome.UNPARSED
+                    if failed == _ATTEMPTS:
+                        return grader_failed(f"a worker {why}, {_ATTEMPTS} times"), False
                     continue
-                if answer["worn"]:
-                    self._discard(worker)
-                    worker = None
-                    self.counts["worn"] += 1
-                return _result(answer), answer["exhausted"]
-            return grader_failed(f"a worker failed {_ATTEMPTS} times: {why}"), False
-        except asyncio.CancelledError:
-            if worker is not None:  # it is busy with a question that nobody waits for
-                self._discard(worker)
-                worker = None
-            raise
-        finally:
-            self._idle.put_nowait(worker)
+            self.counts["worn"] += answer["worn"]
+            return _result(answer), answer["exhausted"]
+        return grader_failed(f"{_MOST_TRIES} workers were lost to other answers; {why}"), False
 
-    async def close(self) -> None:
-        for worker in list(self._workers):
-            self._discard(worker)
-
-    def _judged(self, failure: WorkerOverdue | WorkerDied | WorkerStarved, crashes: int) -> RewardResult | None:
+    def _judged(self, failure: WorkerFailed, crashes: int) -> RewardResult | None:
         """The result of a grading that did not end well; None when it should be tried again."""
         if isinstance(failure, WorkerOverdue):
             self.counts["timeouts"] += 1
             return _blamed(failure.stage, f"grading took more than {self._config.timeout_s:g} s")
         self.counts["starved" if isinstance(failure, WorkerStarved) else "crashes"] += 1
-        log.warning("math_worker.lost", why=str(failure), workers=len(self._workers))
+        log.warning("math_worker.lost", why=str(failure))
         if isinstance(failure, WorkerDied) and crashes == _SURE_AFTER:
-            return _blamed(failure.stage, f"grading {failure} {_SURE_AFTER} times")
+            return _blamed(failure.stage, f"the worker {failure}, {_SURE_AFTER} times")
         return None
 
-    async def _borrow(self) -> MathProcess | None:
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
         if self._waiting >= _MAX_WAITING:
             raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
         self._waiting += 1
         try:
             async with asyncio.timeout(_QUEUE_TIMEOUT_S):
-                return await self._idle.get()
+                await self._room.acquire()
         except TimeoutError:
             raise CapacityError(f"no grader came free within {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
         finally:
             self._waiting -= 1
-
-    async def _start(self) -> MathProcess:
-        worker = MathProcess()
-        self._workers.add(worker)
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await worker.start()
-        except (TimeoutError, WorkerDied) as error:
-            self._discard(worker)
-            raise InfrastructureError(f"the math grader does not start (is math-verify installed?): {error}") from error
-        except asyncio.CancelledError:
-            self._discard(worker)
-            raise
-        return worker
-
-    def _discard(self, worker: MathProcess) -> None:
-        self._workers.discard(worker)
-        worker.kill()
+            yield
+        finally:
+            self._room.release()
 
 
 def _blamed(stage: int, what: str) -> RewardResult:

@@ -12,30 +12,26 @@ import time
 
 IDLE, TRUTH, ANSWER = 0, 1, 2  # between questions; busy with the reference answer; busy with the policy's
 
-_RECORD = struct.Struct("=Bd")
+_RECORD = struct.Struct("=BQd")
 
 
 class Progress:
-    """Worker and owner each map the same descriptor."""
+    """Worker and owner each map the same descriptor. Questions are numbered from 1, in the order they were asked."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, _RECORD.size)
 
-    def begin(self) -> None:
-        """In the worker: a question has come."""
-        _RECORD.pack_into(self._memory, 0, TRUTH, time.process_time())
+    def begin(self, question: int) -> None:
+        """In the worker: it turns to a question."""
+        _RECORD.pack_into(self._memory, 0, TRUTH, question, time.process_time())
 
     def reach(self, stage: int) -> None:
         self._memory[0] = stage
 
-    @property
-    def stage(self) -> int:
-        return int(self._memory[0])
-
-    @property
-    def cpu_before_s(self) -> float:
-        """CPU time that the worker had used when its question came."""
-        return float(_RECORD.unpack_from(self._memory)[1])
+    def read(self) -> tuple[int, int, float]:
+        """Stage, question, and the CPU time that the worker had used when it turned to it."""
+        stage, question, cpu_s = _RECORD.unpack_from(self._memory)
+        return int(stage), int(question), float(cpu_s)
 
     def close(self) -> None:
         self._memory.close()

@@ -27,6 +27,7 @@ class Job:
     stdin: bytes = b""
     payload: bytes = b""  # what a harness reads; the first words of an interactive run
     interactive: bool = False
+    patient: bool = False  # leaves a slot to those that are not; may be sent before one is free
     place: str = PROGRAM  # COMPANION: beside a program that it calls; LIVE: apart from the slots of programs
 
     @property
@@ -36,6 +37,7 @@ class Job:
             "profile": self.profile,
             "limits": self.limits,
             "interactive": self.interactive,
+            "patient": self.patient,
             "place": self.place,
         }
 

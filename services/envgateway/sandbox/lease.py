@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -27,15 +28,16 @@ class LeaseOwner(Protocol):
 
     async def submit(self, job: Job) -> SubmittedRun | ExecutionResult: ...
     def count(self, result: ExecutionResult) -> ExecutionResult: ...
-    def slot_is_empty(self) -> None: ...
+    def slot_is_empty(self, patient: bool) -> None: ...
     def kill_supervisor(self) -> None: ...
 
 
 class SlotLease:
     """One slot's turn. It is given back when the holder has left and all that ran under it has ended."""
 
-    def __init__(self, pool: LeaseOwner) -> None:
+    def __init__(self, pool: LeaseOwner, patient: bool = False) -> None:
         self._pool = pool
+        self._patient = patient
         self._live: set[SubmittedRun] = set()
         self._left = False
         self._given_back = False
@@ -47,7 +49,7 @@ class SlotLease:
 
         A supervisor that cannot be had is a result of its own, INFRA_ERROR.
         """
-        submitted = await self._pool.submit(job)
+        submitted = await self._pool.submit(replace(job, patient=True) if self._patient else job)
         if isinstance(submitted, ExecutionResult):
             failed = SubmittedRun(SupervisorConnection(), 0)
             failed.finish(self._pool.count(submitted), b"")
@@ -88,4 +90,4 @@ class SlotLease:
     def _release_when_empty(self) -> None:
         if self._left and not self._live and not self._given_back:
             self._given_back = True
-            self._pool.slot_is_empty()
+            self._pool.slot_is_empty(self._patient)

@@ -79,7 +79,7 @@ class LiveSlots:
         self.counts[result.status.lower()] += 1
         return result
 
-    def slot_is_empty(self) -> None:
+    def slot_is_empty(self, patient: bool) -> None:
         self._free += 1
 
     def kill_supervisor(self) -> None:

@@ -5,7 +5,9 @@ Knows nothing about how a program is confined. Each run goes
     queue (bounded, with a deadline) → slot → supervisor → result; the slot is free again when the supervisor says so,
     which is when it is empty, also for a run whose caller has gone.
 
-A caller with several runs to do, one after the other, takes a slot's turn once (``lease``).
+A caller with several runs to do, one after the other, takes a slot's turn once (``lease``). Patient callers leave one
+slot to the others. A program may be sent ahead of the queue: it waits at the supervisor, the urgent before the patient, and
+begins in the moment when another has ended; how many are sent ahead is the business of who calls.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ class SandboxPool:
         self._connection: SupervisorConnection | None = None
         self._connecting = asyncio.Lock()
         self._free = config.num_slots
+        self._most_patient = max(1, config.num_slots - 1)  # leases of the patient at once
+        self._patient = 0
+        self._ahead = 0  # programs that were sent ahead, running or waiting at the supervisor
         self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._patient_queue: collections.deque[asyncio.Future[None]] = collections.deque()
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
@@ -67,7 +73,9 @@ class SandboxPool:
             raise
         return cls(config, launcher, supervisor)
 
-    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult:
+    async def run(
+        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
+    ) -> ExecutionResult:
         """Run one program. Cancelling the caller kills it.
 
         Raises:
@@ -79,28 +87,39 @@ class SandboxPool:
         if request.language not in ("python", "cpp"):
             detail = f"no language {request.language!r}; there are python and cpp"
             return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail)
-        async with self.lease(queue_timeout_s) as slot:
-            if request.language == "cpp":
+        if request.language == "cpp":
+            async with self.lease(queue_timeout_s, patient) as slot:
                 return await run_cpp(slot, request)
-            source = request.code.encode()
-            job = Job(
-                mode="echo" if request.echo else "program",
-                profile=profile_of(source),
-                source=source,
-                stdin=request.stdin,
-                limits=request.limits.within(self._config),
-            )
+        source = request.code.encode()
+        job = Job(
+            mode="echo" if request.echo else "program",
+            profile=profile_of(source),
+            source=source,
+            stdin=request.stdin,
+            limits=request.limits.within(self._config),
+        )
+        if ahead:
+            return await self._run_ahead(job, patient)
+        async with self.lease(queue_timeout_s, patient) as slot:
             return (await slot.run(job)).result.result()
 
+    async def _run_ahead(self, job: Job, patient: bool) -> ExecutionResult:
+        self._ahead += 1
+        slot = SlotLease(_Ahead(self), patient)
+        try:
+            return (await slot.run(job)).result.result()
+        finally:
+            slot.leave()
+
     @asynccontextmanager
-    async def lease(self, queue_timeout_s: float = 60.0) -> AsyncIterator[SlotLease]:
-        """A slot's turn: runs within it start at once, one after the other.
+    async def lease(self, queue_timeout_s: float = 60.0, patient: bool = False) -> AsyncIterator[SlotLease]:
+        """A slot's turn: runs within it start at once, or as soon as a program that was sent ahead has ended.
 
         Raises:
             CapacityError: too many are waiting, or no slot came free in time; says when to come back.
         """
-        await self._take_slot(queue_timeout_s)
-        lease = SlotLease(self)
+        await self._take_slot(queue_timeout_s, patient)
+        lease = SlotLease(self, patient)
         try:
             yield lease
         finally:
@@ -123,7 +142,7 @@ class SandboxPool:
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for waiting in self._queue:
+        for waiting in (*self._queue, *self._patient_queue):
             waiting.cancel()
         if self._connection is not None:
             self._connection.close()
@@ -134,32 +153,40 @@ class SandboxPool:
     @property
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
-        busy = self._config.num_slots - self._free
+        busy = self._config.num_slots - self._free + self._ahead
         return {
-            "sandbox_busy_slots": float(busy),
-            "sandbox_queued": float(len(self._queue)),
+            "sandbox_busy_slots": float(min(busy, self._config.num_slots)),
+            "sandbox_queued": float(len(self._queue) + len(self._patient_queue)),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    async def _take_slot(self, timeout_s: float) -> None:
-        if self._free:
-            self._free -= 1
+    def _may_take(self, patient: bool) -> bool:
+        return self._free > 0 and (not patient or self._patient < self._most_patient)
+
+    def _take(self, patient: bool) -> None:
+        self._free -= 1
+        self._patient += patient
+
+    async def _take_slot(self, timeout_s: float, patient: bool) -> None:
+        queue = self._patient_queue if patient else self._queue
+        if self._may_take(patient) and not queue:
+            self._take(patient)
             return
-        if len(self._queue) >= self._config.queue_size:
-            raise self._full(f"{len(self._queue)} programs are waiting")
+        if len(queue) >= self._config.queue_size:
+            raise self._full(f"{len(queue)} programs are waiting")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        queue.append(turn)
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as left:
             if turn.done() and not turn.cancelled():
-                self._give_slot()  # it was our turn in the very moment of leaving
-            elif turn in self._queue:
-                self._queue.remove(turn)
+                self._give_slot(patient)  # it was our turn in the very moment of leaving
+            elif turn in queue:
+                queue.remove(turn)
             if isinstance(left, TimeoutError):
                 raise self._full(f"no slot came free within {timeout_s:g} s") from None
             raise
@@ -168,17 +195,23 @@ class SandboxPool:
         wait_s = max(0.1, self._mean_wall_s * (len(self._queue) + 1) / self._config.num_slots)
         return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
 
-    def _give_slot(self) -> None:
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+    def _give_slot(self, patient: bool) -> None:
         self._free += 1
+        self._patient -= patient
+        for next_patient, queue in ((False, self._queue), (True, self._patient_queue)):
+            while queue and self._may_take(next_patient):
+                turn = queue.popleft()
+                if not turn.done():
+                    self._take(next_patient)
+                    turn.set_result(None)
 
-    def slot_is_empty(self) -> None:
+    def ahead_has_ended(self) -> None:
+        """A program that was sent ahead has ended."""
+        self._ahead -= 1
+
+    def slot_is_empty(self, patient: bool) -> None:
         """For leases: nothing runs under it any more."""
-        self._give_slot()
+        self._give_slot(patient)
 
     def count(self, result: ExecutionResult) -> ExecutionResult:
         """For leases: a run has ended."""
@@ -227,3 +260,24 @@ class SandboxPool:
         """For leases: it does not answer. The next run starts another."""
         if self._supervisor is not None:
             self._supervisor.process.kill()
+
+
+class _Ahead:
+    """The ``LeaseOwner`` of one program that takes no slot's turn: the supervisor starts it when a slot is free."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self._pool = pool
+        self.config = pool.config
+        self.has_cpp = pool.has_cpp
+
+    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
+        return await self._pool.submit(job)
+
+    def count(self, result: ExecutionResult) -> ExecutionResult:
+        return self._pool.count(result)
+
+    def slot_is_empty(self, patient: bool) -> None:
+        self._pool.ahead_has_ended()
+
+    def kill_supervisor(self) -> None:
+        self._pool.kill_supervisor()

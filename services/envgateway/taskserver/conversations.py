@@ -50,6 +50,7 @@ class Conversation:
     index: Index
     episode_id: str
     history: list[Message]
+    remembered: str  # what its last message becomes when there is a newer one; empty: it stays
     started: float = field(default_factory=time.time)  # seconds since 1970
     last_update: float = field(default_factory=time.time)
     turn: int = 0
@@ -103,7 +104,9 @@ class Conversations:
             self._taken[task.name] -= 1
             raise
         history = _opening(start.observation)
-        one = Conversation(next(self._numbers), str(uuid.uuid4()), task, index, start.episode_id, history)
+        one = Conversation(
+            next(self._numbers), str(uuid.uuid4()), task, index, start.episode_id, history, start.observation.remembered
+        )
         self._by_number[one.number] = self._by_uuid[one.uuid] = one
         return one
 
@@ -128,6 +131,9 @@ class Conversations:
         one.turn += 1
         one.reward += result.reward
         one.metrics = result.metrics
+        if one.remembered:
+            one.history[-1] = {**one.history[-1], "content": one.remembered}
+        one.remembered = result.remembered
         one.history.append({"role": "agent", "content": content})
         if result.done:
             await self.end(one, result.status or EndStatus.COMPLETED)

@@ -68,7 +68,7 @@ class Worker:
         self._runner = runner
         self._num_slots = num_slots
         self._reserved = 1 if num_slots > 1 else 0
-        self._turns = Turns(num_slots=num_slots, num_reserved=self._reserved, lane_size=1 << 30)
+        self._turns = Turns(num_slots=num_slots, num_reserved=self._reserved, lane_size=1 << 30, sends_ahead=True)
         self._leases = Leases(client, names, self.name, lease_s)
         self._lease_s = lease_s
         self._max_attempts = max_attempts

@@ -1,7 +1,8 @@
 """Where rewards come from: the gateway's RewardService by a built-in name, or a function of this process by path.
 
 A reward function is ``def reward(task: Mapping[str, Any], completion: str) -> float`` (or the same ``async def``);
-``task`` is the dataset row and ``completion`` the text of the policy's last turn.
+``task`` is the dataset row and ``completion`` the text of the policy's last turn. One that raises, returns no finite number
+or takes longer than ``REWARD_TIMEOUT_S`` fails its rollout alone, with its reason in the counters.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.importing import load_object
+from services.common.threads import DaemonThreads
 from services.common.types import Task
 from services.inference.workflows.base import Gateway, Reward
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 Grader = Callable[[Gateway, Task, str], Awaitable[Reward]]
+
+REWARD_TIMEOUT_S = 60.0  # of a function of the user; one that takes longer fails the rollout and is never a reward
+_THREADS = DaemonThreads(4)
 
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*([+-]?\d+)\s*\}")
 
@@ -37,8 +43,10 @@ def build_grader(reward: str) -> Grader:
         raise ConfigError(f"workflow.settings.reward: {reward} is no function of (task, completion)")
 
     async def local(gateway: Gateway, task: Task, completion: str) -> Reward:
-        value = function(task.data, completion)
-        number = float(await value if inspect.isawaitable(value) else value)
+        async with deadline(REWARD_TIMEOUT_S, f"reward {reward} of task {task.task_id}"):
+            # In a thread: a function that never returns must not stop the replica's other rollouts.
+            value = await _THREADS.run(function, task.data, completion)
+            number = float(await value if inspect.isawaitable(value) else value)
         if not math.isfinite(number):
             raise ValueError(f"reward {reward} returned {number} for task {task.task_id}; it must be a finite number")
         return Reward(value=number)

@@ -22,7 +22,7 @@ from services.envgateway.judge.records import (
     Verdict,
 )
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
 
 from .conftest import CONFIG
 from .sandbox_state import assert_clean, processes_of_slots
@@ -233,3 +233,29 @@ async def test_without_a_compiler_cpp_is_an_invalid_request(pool: SandboxPool, j
     assert judged.verdict is V.INVALID_REQUEST and "no C++ compiler" in judged.detail
     other = await judge.judge(JudgeRequest(code="x", language="rust", tests=SQUARES))
     assert other.verdict is V.INVALID_REQUEST and "rust" in other.detail
+
+
+async def test_programs_that_are_sent_ahead_wait_for_a_slot_and_leave_one_to_the_urgent(pool: SandboxPool) -> None:
+    def sent(code: str, patient: bool) -> asyncio.Task[ExecutionResult]:
+        return asyncio.create_task(pool.run(ExecutionRequest(code=code), patient=patient, ahead=True))
+
+    slow, waiting, cancelled = (sent(f"import time; time.sleep({s})", patient=True) for s in (1.5, 0, 0))
+    await asyncio.sleep(0.1)
+    assert (await sent("print(1)", patient=False)).stdout == b"1\n"
+    assert not slow.done() and not waiting.done()  # two slots: the second is not for the patient
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert cancelled.cancelled()
+    assert [(await task).status for task in (slow, waiting)] == [ExecutionStatus.OK] * 2
+    assert (await waiting).wall_s < 1.4  # its time runs from the fork, not from the sending
+    assert pool.gauges["sandbox_busy_slots"] == 0 and pool.gauges["sandbox_cancelled"] == 1
+
+
+async def test_judgements_of_the_batch_lane_leave_a_slot_to_the_interactive(pool: SandboxPool) -> None:
+    case = StdinTests(cases=(StdinCase(stdin="", expected="1"),))
+    slow = JudgeRequest(code="import time; time.sleep(1.2); print(1)", tests=case)
+    batch = [asyncio.create_task(Judge(pool).judge(slow)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    assert (await pool.run(ExecutionRequest(code="print(2)"))).stdout == b"2\n"
+    assert not any(task.done() for task in batch)
+    assert [result.verdict for result in await asyncio.gather(*batch)] == [Verdict.OK] * 2

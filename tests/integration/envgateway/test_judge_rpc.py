@@ -100,7 +100,9 @@ async def test_a_batch_streams_results_as_they_finish(
     client, _ = stub
     slow = "import time; time.sleep(1.0); print(int(input()) ** 2)"
     broken = pb.JudgeRequest(code="print(1)", request_id="no tests")
-    requests = [_squares(slow, request_id="slow"), _squares("print(int(input()) ** 2)", request_id="quick"), broken]
+    # one of each lane: of two slots the batch lane has one
+    first = _squares(slow, request_id="slow", lane=pb.JUDGE_LANE_INTERACTIVE)
+    requests = [first, _squares("print(int(input()) ** 2)", request_id="quick"), broken]
     arrived = [r async for r in client.JudgeBatch(pb.JudgeBatchRequest(requests=requests), timeout=30)]
     assert [r.request_id for r in arrived][-1] == "slow" and sorted(r.index for r in arrived) == [0, 1, 2]
     by_id = {r.request_id: r.result.verdict for r in arrived}

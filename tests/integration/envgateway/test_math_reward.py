@@ -16,7 +16,7 @@ from services.envgateway.rewards import math_pool as math_pool_module
 from services.envgateway.rewards import math_process
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
-from services.envgateway.rewards.math_process import WorkerDied, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards.math_process import WorkerDied, WorkerFailed, WorkerLost, WorkerOverdue, WorkerStarved
 from services.envgateway.rewards.math_progress import ANSWER, TRUTH
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
@@ -85,7 +85,7 @@ async def test_plain_integers_start_no_worker(math_pool: MathPool) -> None:
     reward = MathReward(math_pool)
     assert (await reward({"answer": 1786}, r"\boxed{1786}")).outcome is R.CORRECT
     assert (await reward({"answer": 1786}, r"\boxed{1785}")).outcome is R.WRONG
-    assert not math_pool._workers
+    assert not math_pool.pids
 
 
 @pytest.fixture
@@ -124,6 +124,15 @@ async def test_a_bomb_is_worth_nothing_and_costs_no_sample(hasty_pool: MathPool)
     assert hasty_pool.counts["timeouts"] >= 3
 
 
+async def test_who_waits_behind_a_bomb_is_graded_all_the_same(hasty_pool: MathPool) -> None:
+    reward = MathReward(hasty_pool)
+    bomb, fine = r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{\frac{2}{4}}"
+    answers = [bomb if n % 8 == 3 else fine for n in range(16)]
+    results = await asyncio.gather(*(reward({"answer": r"\frac{1}{2}"}, answer) for answer in answers))
+    expected = [R.UNPARSED if answer == bomb else R.CORRECT for answer in answers]
+    assert [result.outcome for result in results] == expected
+
+
 @pytest.mark.parametrize("truth", [r"9^{9^{9^{9}}}", r"(10^8)!", "", r"\text{}"])
 async def test_a_reference_answer_that_cannot_be_graded_is_the_rows_fault(hasty_pool: MathPool, truth: str) -> None:
     result = await MathReward(hasty_pool)({"answer": truth}, r"\boxed{\frac{2}{14}}")
@@ -133,31 +142,35 @@ async def test_a_reference_answer_that_cannot_be_graded_is_the_rows_fault(hasty_
 async def test_time_is_the_workers_not_the_clocks(hasty_pool: MathPool, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = MathReward(hasty_pool)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
-    (worker,) = hasty_pool._workers
-    os.kill(worker.pid, signal.SIGSTOP)  # no processor for longer than a grading may take
+    (pid,) = hasty_pool.pids
+    os.kill(pid, signal.SIGSTOP)  # no processor for longer than a grading may take
     grading = asyncio.create_task(reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}"))
     await asyncio.sleep(1.0)
-    os.kill(worker.pid, signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     assert (await grading).outcome is R.CORRECT and hasty_pool.counts["timeouts"] == 0
     # one that gets none at all is replaced: the machine's fault, and no result
     monkeypatch.setattr(math_process, "_STARVED_FACTOR", 2.0)
-    os.kill(worker.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
     assert hasty_pool.counts["starved"] == 1
 
 
 class Scripted:
-    """A worker process that fails as told, on the given stage."""
+    """A worker process that fails as told."""
 
-    def __init__(self, failures: list[Exception]) -> None:
+    pid = 0
+
+    def __init__(self, failures: list[WorkerFailed]) -> None:
         self._failures = failures
+        self.failure: WorkerFailed | None = None
 
     async def start(self) -> None:
         pass
 
-    async def ask(self, frame: bytes, cpu_s: float) -> dict[str, Any]:
+    async def ask(self, frame: bytes) -> dict[str, Any]:
         if self._failures:
-            raise self._failures.pop(0)
+            self.failure = self._failures.pop(0)
+            raise self.failure
         return {"outcome": "correct", "detail": "", "exhausted": False, "worn": False}
 
     def kill(self) -> None:
@@ -172,6 +185,8 @@ class Scripted:
         ([WorkerDied(signal.SIGKILL, ANSWER)] * 3, R.GRADER_FAILED),
         ([WorkerDied(0, ANSWER)] * 3, R.GRADER_FAILED),
         ([WorkerStarved()] * 3, R.GRADER_FAILED),
+        ([WorkerLost()] * 9, R.CORRECT),
+        ([WorkerLost()] * 10, R.GRADER_FAILED),
         ([WorkerDied(signal.SIGSEGV, ANSWER)], R.CORRECT),
         ([WorkerDied(signal.SIGSEGV, ANSWER)] * 2, R.UNPARSED),
         ([WorkerDied(signal.SIGSEGV, TRUTH)] * 2, R.GRADER_FAILED),
@@ -181,10 +196,10 @@ class Scripted:
     ],
 )
 async def test_whose_fault_a_failure_is_decides(
-    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], outcome: R
+    monkeypatch: pytest.MonkeyPatch, failures: list[WorkerFailed], outcome: R
 ) -> None:
     left = list(failures)
-    monkeypatch.setattr(math_pool_module, "MathProcess", lambda: Scripted(left))
+    monkeypatch.setattr(math_pool_module, "MathProcess", lambda cpu_s: Scripted(left))
     result = await MathPool(MathRewardConfig()).grade("1", "2")
     assert result.outcome is outcome and not left
 
@@ -192,8 +207,8 @@ async def test_whose_fault_a_failure_is_decides(
 async def test_a_killed_worker_is_replaced_and_the_answer_graded(math_pool: MathPool) -> None:
     reward = MathReward(math_pool)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
-    (worker,) = math_pool._workers
-    os.kill(worker.pid, signal.SIGKILL)
+    (pid,) = math_pool.pids
+    os.kill(pid, signal.SIGKILL)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
     assert math_pool.counts["crashes"] == 1
 

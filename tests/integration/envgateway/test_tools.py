@@ -182,7 +182,8 @@ async def test_a_supervisor_killed_in_mid_cell_is_an_error_and_never_a_tool_resu
     await asyncio.sleep(0.2)
     assert played.pool._supervisor is not None
     os.kill(played.pool._supervisor.process.pid, signal.SIGKILL)
-    with pytest.raises(errors.InfrastructureError, match="jupyter_code was lost"):
+    # the second: of the channel's own second attempt, where the episode is closed by then
+    with pytest.raises((errors.InfrastructureError, errors.EpisodeNotFoundError), match="jupyter_code was lost"):
         await cell
     another = await played.episode("tools", ["jupyter_code"])
     assert (await another.cell("'x' in globals()")).observation == "False"

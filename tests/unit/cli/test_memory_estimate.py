@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.check import check_launch
+from services.cli.launch_checks import check_launch
 from services.cli.memory_estimate import (
     GIB,
     ModelShape,

@@ -24,7 +24,9 @@ class Slots:
         self.gates: dict[str, asyncio.Event] = {}
         self.status = ExecutionStatus.OK
 
-    async def run(self, request: ExecutionRequest, queue_timeout_s: float = 60.0) -> ExecutionResult:
+    async def run(
+        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
+    ) -> ExecutionResult:
         self.started.append(request.code)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -225,3 +227,17 @@ async def test_a_flood_leaves_nothing_behind() -> None:
             )
         )
     assert sorted(world.slots.started) == sorted(names) and world.slots.most <= 3 and world.slots.running == 0
+
+
+async def test_brief_batch_jobs_are_sent_ahead_of_a_slot_and_long_ones_are_not() -> None:
+    world = World(num_slots=3, queue_size=1000)
+    world.slots.end(*(f"brief{n}" for n in range(40)))
+    for n in range(40):
+        await (await world.submit(f"brief{n}", Lane.BATCH))
+    tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(9)]
+    assert world.slots.running == 5  # two slots of batch, and as many ahead as there are slots
+    tasks += [await world.submit(f"i{n}", Lane.INTERACTIVE) for n in range(4)]
+    assert [name for name in world.slots.started if name[0] == "i"] == ["i0", "i1", "i2", "i3"]
+    world.slots.end(*(f"b{n}" for n in range(9)), *(f"i{n}" for n in range(4)))
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)

@@ -71,6 +71,8 @@ def test_the_tokenizer_of_the_policy_measures(model: Path) -> None:
     )
     kept = with_short_prompts(source("a ab a", "a a a a"), recipe, model)
     assert isinstance(kept, ShortPrompts) and kept.num_left_out == 1
+    evaluating = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 0})})
+    assert len(with_short_prompts(source("a ab a", "a a a a"), evaluating, model)) == 2
     assert open_tokenizer(str(model), "here")(["a a", ""]) == [2, 0]
 
 

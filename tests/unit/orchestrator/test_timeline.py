@@ -28,6 +28,15 @@ def test_overlap_share_is_the_share_of_compute_time_in_which_tokens_were_emitted
     assert timeline.overlap_share == (5.0 + 5.0) / 20.0
 
 
+def test_a_moment_without_length_is_no_stretch() -> None:
+    timeline = Timeline()
+    timeline.emitted("a", [(5.0, 5.0)])
+    timeline.computed("model0", [(5.0, 5.0)])
+    assert timeline.replica_idle_share() == timeline.trainer_idle_share() == 1.0
+    timeline.emitted("a", [(5.0, 6.0)])
+    assert timeline.replica_idle_share() == 0.0
+
+
 def test_settling_and_restoring_change_no_total() -> None:
     timeline = Timeline()
     for second in range(0, 1000, 10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from typing import Literal
 import pytest
 
 from services.cli import check
+from services.cli.launch_checks import check_launch
 from services.cli.memory_estimate import GIB, estimates, misfits
+from services.common.config.loading import load_recipe
 from services.common.config.placement import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
 from tests.unit.recipes.golden import (
@@ -201,7 +204,7 @@ def test_check_passes(name: str, livecodebench: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", [name for name in sorted(FACTS) if name.startswith("code")])
 def test_without_livecodebench_nothing_starts(name: str, livecodebench: Path, tmp_path: Path) -> None:
     livecodebench.unlink()
-    for refused in (check.check_recipe, check.check_launch):
+    for refused in (check.check_recipe, check_launch):
         with pytest.raises(ConfigError) as caught:
             refused(load(name))
         for told in (
@@ -277,3 +280,31 @@ def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
         single.sampling,
         single.evaluation.samplings,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("alfworld/qwen2.5-7b-instruct-m2po-full", "alfworld"),
+        ("webshop/qwen2.5-7b-instruct-m2po-full", "envgateway.webshop.data"),
+    ],
+)
+def test_without_its_world_nothing_starts_unless_a_server_plays_it(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_launch(load(name).model_copy(update={"inference": {}}))
+    world = name.partition("/")[0]
+    external = load_recipe(
+        REPOSITORY / "recipes" / name, [f"envgateway.agentbench.{world}.url=http://127.0.0.1:1/api"], {}
+    )
+    check_launch(external.model_copy(update={"inference": {}}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("alfworld") is None, reason="extra alfworld is not installed")
+def test_places_beyond_the_games_that_are_here_are_refused(tmp_path: Path) -> None:
+    for place in range(3):
+        (tmp_path / f"trial-{place}").mkdir()
+        (tmp_path / f"trial-{place}" / "game.tw-pddl").write_text("{}")
+    settings = [f"envgateway.alfworld.data={tmp_path}", "inference.a.engine=torch", "inference.a.gpus=[0]"]
+    recipe = load_recipe(REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full", settings, {})
+    with pytest.raises(ConfigError, match="alfworld-valid has the places 4649 to 4698, but there are 3 games"):
+        check_launch(recipe)

@@ -31,6 +31,7 @@ MAX_MINIBATCHES = 4
 MAX_STALENESS = 2
 CONTEXT_TOKENS, EPISODE_CONTEXT_TOKENS = 4096, 8192
 TURN_TOKENS = 1024
+PROMPT_TOKENS = 2560
 NUM_SLOTS = 16
 LOOPBACK = "127.0.0.1"
 
@@ -76,6 +77,8 @@ def _rollouts(made: Tree) -> None:
 def _data(made: Tree, find_rows: FindRows) -> None:
     data = made["data"]
     data["train"] = _few(find_rows(data["train"]), TRAIN_ROWS)
+    if data["train"]["max_prompt_tokens"] is not None:
+        data["train"]["max_prompt_tokens"] = PROMPT_TOKENS
     data["evaluation"] = {name: _few(find_rows(rows), EVALUATION_ROWS) for name, rows in data["evaluation"].items()}
 
 
@@ -124,6 +127,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         batch["resample"]["keep"] = max(2, batch["resample"]["keep"] * group // old_group)
     policy["trainer"] |= {
         "port": 0,
+        "rendezvous_port": 0,
         "num_ranks": 1,
         "gpus": [],
         "device": "cpu",
@@ -140,7 +144,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
 
 def _inference(service: Tree) -> None:
     service |= {"engine": "forced", "device": "cpu", "dtype": "float32", "threads": 1, "engine_slots": None}
-    service |= {"gpus": [], "engines": {}, "node": 0}
+    service |= {"node": 0, "gpus": [], "engines": {}}
     _at_most(service, "num_slots", NUM_SLOTS)
 
 
@@ -149,8 +153,9 @@ def _gateway(gateway: Tree) -> None:
     _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run
-    if gateway["http"]["port"] is not None:
-        gateway["http"]["port"] = 0
+    for server in ("http", "task_server"):
+        if gateway[server]["port"] is not None:
+            gateway[server]["port"] = 0
 
 
 def _at_most(section: Tree, key: str, value: float) -> None:

@@ -54,7 +54,12 @@ class AlfworldEpisode:
         self._admissible = answer["admissible"]
         room = "\n".join(answer["feedback"].split("\n\n")[1:])  # without the engine's welcome
         messages = prompts.opening(_folder(name), room, self._admissible)
-        return Observation(text=prompts.as_text(messages), admissible_actions=self._admissible, messages=messages)
+        return Observation(
+            text=prompts.as_text(messages),
+            admissible_actions=self._admissible,
+            messages=messages,
+            remembered=without_offer(messages[-1]["content"]),
+        )
 
     async def step(self, action: str) -> StepResult:
         assert self._game is not None, "stepped before reset"
@@ -80,10 +85,6 @@ class AlfworldEpisode:
         if self._game is not None:
             self._game.close()
 
-    def shorten(self, message: str) -> str:
-        """An earlier message as AgentBench keeps it: without the actions that were possible then."""
-        return without_offer(message)
-
     def _result(self, text: str, status: EndStatus | None = None, won: bool = False) -> StepResult:
         if status is None and self._turns >= self._max_turns:
             status = EndStatus.TURN_LIMIT
@@ -98,6 +99,7 @@ class AlfworldEpisode:
                 "replaced_actions": float(self._replaced),
             },
             status=status or "",
+            remembered=without_offer(text),
         )
 
 

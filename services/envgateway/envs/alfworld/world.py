@@ -36,6 +36,10 @@ class AlfworldWorld:
     def max_turns(self) -> int:
         return self._config.max_turns
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        return self.pool.gauges
+
     def build(self) -> AlfworldEpisode:
         return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
 

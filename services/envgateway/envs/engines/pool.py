@@ -28,7 +28,7 @@ from services.envgateway.sandbox.bare import wire
 log = structlog.get_logger()
 
 _START_TIMEOUT_S = 60.0
-_QUEUE_TIMEOUT_S = 25.0
+_QUEUE_TIMEOUT_S = 30.0
 _ATTEMPTS = 2  # the first may meet a process that died while it was idle
 
 

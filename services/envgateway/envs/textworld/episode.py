@@ -8,7 +8,7 @@ from typing import Any
 
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.engines.pool import EnginePool, Game
-from services.envgateway.envs.replies import MALFORMED, offer, read_action
+from services.envgateway.envs.replies import MALFORMED, offer, read_action, without_offer
 from services.envgateway.envs.settings import settings_of
 from services.envgateway.envs.textworld import prompts
 from services.envgateway.envs.textworld.games import TextworldSettings, game_of, index_of
@@ -41,7 +41,7 @@ class TextworldEpisode:
         self._admissible = answer["admissible"]
         self._max_score = answer["max_score"]
         text = prompts.opening(answer["feedback"], answer["objective"], self._admissible)
-        return Observation(text=text, admissible_actions=self._admissible)
+        return Observation(text=text, admissible_actions=self._admissible, remembered=without_offer(text))
 
     async def step(self, action: str) -> StepResult:
         assert self._game is not None, "stepped before reset"
@@ -79,4 +79,5 @@ class TextworldEpisode:
             admissible_actions=self._admissible,
             metrics={"won": float(won), "malformed_replies": float(self._malformed)},
             status=status,
+            remembered=without_offer(text),
         )

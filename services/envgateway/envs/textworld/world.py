@@ -22,6 +22,10 @@ class TextworldWorld:
     def max_turns(self) -> int:
         return self._config.max_turns
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        return self.pool.gauges
+
     def build(self) -> TextworldEpisode:
         return TextworldEpisode(self.pool, self._maker, self._config.games, self._config.max_turns)
 

@@ -13,8 +13,8 @@ from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.streams.runner import StreamsRunner
 from services.envgateway.queue.turns import Turns
 
-_LEAST_WINDOW = 32
-_WINDOW_PER_SLOT = 4  # running, and on the way there
+_LEAST_WINDOW = 64
+_WINDOW_PER_SLOT = 8  # running, ahead of a slot, and on the way there and back
 
 
 class StreamsQueue(FairQueue):

@@ -18,6 +18,10 @@ class Places:
         self._place = {slot.index: place for place, owned in self._free.items() for slot in owned}
         self.slots = sorted((slot for owned in self._free.values() for slot in owned), key=lambda slot: slot.index)
 
+    def num(self, place: str) -> int:
+        """Slots of this kind, free or not."""
+        return sum(owned == place for owned in self._place.values())
+
     def take(self, place: str) -> Slot:
         return self._free[place].pop()
 

@@ -292,3 +292,12 @@ class Run:
             self.detail = "CPU time"
             return "TIME_LIMIT"
         return "RUNTIME_ERROR"
+
+
+def never_begun(run_id: int, status: str, tier: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The answer's head and blobs for a run that had no process."""
+    head = {
+        "kind": "result", "id": run_id, "status": status, "exit_code": None, "signal": None, "truncated": False,
+        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "",
+    }  # fmt: skip
+    return head, [b"", b"", b""]

@@ -135,9 +135,12 @@ def remove_tree(path: str) -> None:
     """Remove a tree that a stranger has made: closed directories, any depth, links not followed."""
 
     def open_up_and_retry(function: object, failed: str, _: object) -> None:
+        if failed == path:  # what lies above it is not ours to open: it may be /tmp
+            return
         try:
             os.chmod(os.path.dirname(failed), 0o700)
-            os.chmod(failed, 0o700, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
+            if not os.path.islink(failed):
+                os.chmod(failed, 0o700)
             function(failed)  # type: ignore[operator]
         except OSError:
             pass

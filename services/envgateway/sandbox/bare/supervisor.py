@@ -20,9 +20,10 @@ from typing import Any
 from . import messages, procfs, wire
 from .conversation import Conversation
 from .forkserver import ForkServers, Zygote
+from .line import Line, Request
 from .messages import Start
 from .places import PROGRAM, Places
-from .run import Limits, Run
+from .run import Limits, Run, never_begun
 from .sealed import sealed
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,6 +39,7 @@ class Supervisor:
         self._tier = tier
         self._places = places
         self._slots = places.slots
+        self._line = Line(places.num(PROGRAM))
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
         self._conversations: dict[int, Conversation] = {}
@@ -152,12 +154,29 @@ class Supervisor:
             return False
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "run":
-                self._start(head, Limits(**head["limits"]), *blobs)
-            elif head["kind"] == "say" and head["id"] in self._conversations:
-                self._say(self._conversations[head["id"]], blobs[0])
-            elif head["kind"] == "cancel" and head["id"] in self._runs:
-                self._stop(self._runs[head["id"]], "CANCELLED")
+                self._begin_or_wait(Request(head, Limits(**head["limits"]), *blobs))
+            elif head["kind"] == "say":
+                self._say(head["id"], blobs[0])
+            elif head["kind"] == "cancel":
+                self._cancel(head["id"])
         return True
+
+    def _begin_or_wait(self, request: Request) -> None:
+        if request.head["place"] == PROGRAM:
+            self._line.add(request)
+            self._begin_next()
+        else:
+            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
+
+    def _begin_next(self) -> None:
+        while (request := self._line.take()) is not None:
+            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
+
+    def _cancel(self, run_id: int) -> None:
+        if run_id in self._runs:
+            self._stop(self._runs[run_id], "CANCELLED")
+        elif self._line.remove(run_id):
+            self._send(*never_begun(run_id, "CANCELLED", self._tier))
 
     def _send(self, head: dict[str, Any], blobs: list[bytes]) -> None:
         self._outgoing += wire.encode(head, blobs)
@@ -181,7 +200,13 @@ class Supervisor:
             elif fd == conversation.answer_fd:
                 self._pass_on(conversation)
 
-    def _say(self, conversation: Conversation, data: bytes) -> None:
+    def _say(self, run_id: int, data: bytes) -> None:
+        waiting = self._line.find(run_id)
+        if waiting is not None:
+            waiting.payload += data
+        if run_id not in self._conversations:
+            return
+        conversation = self._conversations[run_id]
         if conversation.run.is_live:
             conversation.run.ask(time.monotonic())
         conversation.say(data)
@@ -299,6 +324,8 @@ class Supervisor:
         run.close()
         run.slot.wipe()
         self._places.give_back(run.slot)
+        self._line.ended(run.id)
+        self._begin_next()
         self._send(*run.result(self._tier))
 
     def _strangers(self) -> list[int]:

@@ -108,11 +108,11 @@ async def test_a_process_killed_in_the_middle_of_a_step_fails_that_step_and_whoe
 async def test_a_stalled_game_ends_its_process_with_what_it_started_and_the_place_is_used_again(
     make_pool: MakePool,
 ) -> None:
-    pool = make_pool(num_workers=1, step_timeout_s=0.5)
+    pool = make_pool(num_workers=1, step_timeout_s=2.0)
     game, start = await pool.open({})
     child = (await game.step("child"))["child"]
     assert is_alive(child)
-    with pytest.raises(EpisodeLostError, match=r"longer than 0\.5 s"):
+    with pytest.raises(EpisodeLostError, match=r"longer than 2 s"):
         await game.step("sleep 30")
     await until(lambda: not is_alive(child) and not is_alive(start["pid"]))
     game, again = await pool.open({})
@@ -121,9 +121,9 @@ async def test_a_stalled_game_ends_its_process_with_what_it_started_and_the_plac
 
 
 async def test_waiting_behind_a_slow_game_is_no_stall(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1, step_timeout_s=1.5)
+    pool = make_pool(num_workers=1, step_timeout_s=3.0)
     games = [(await pool.open({}))[0] for _ in range(3)]
-    answers = await asyncio.gather(*(game.step("sleep 0.7") for game in games))  # the last waits longer than a step may
+    answers = await asyncio.gather(*(game.step("sleep 1.2") for game in games))  # the last waits longer than a step may
     assert [answer["total"] for answer in answers] == [0, 0, 0]
 
 

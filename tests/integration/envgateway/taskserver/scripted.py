@@ -47,6 +47,8 @@ class Orders:
                 raise RuntimeError("a bug")
             case ["lost"]:
                 raise EpisodeLostError("the game's process died")
+            case ["long"]:
+                return StepResult(observation="seen, and what is possible now", remembered="seen")
             case ["slow"]:
                 await asyncio.sleep(0.3)
             case ["stall"]:

@@ -163,3 +163,11 @@ def test_a_task_that_cannot_be_served_is_refused_at_start(served: dict[str, Serv
     known = registry({"orders": OrdersWorld(), "absent": "write it"})
     with pytest.raises(ConfigError, match=why):
         Tasks(TaskServerConfig(environments=served), known)
+
+
+async def test_what_is_possible_in_the_newest_turn_only_is_left_out_of_older_ones(http: Http) -> None:
+    number = (await _start(http))["session_id"]
+    newest = (await _say(http, number, "long"))["output"]["history"]
+    assert newest[-1]["content"] == "seen, and what is possible now"
+    older = (await _say(http, number, "hello"))["output"]["history"]
+    assert [message["content"] for message in older[-4:]] == ["long", "seen", "hello", "you said hello"]

@@ -8,6 +8,7 @@ MILLRACE_AGENTBENCH_PYTHON   an interpreter with its packages (pydantic 1.10, fa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -95,8 +96,10 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def program(bench: Checkout, module: str, *arguments: str) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """``python -m module``, killed with what it started."""
+async def program(
+    bench: Checkout, module: str, *arguments: str, asked_to_stop: bool = False
+) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """``python -m module``, killed with what it started; asked first where it has started groups of its own."""
     log = (bench.folder / f"{module}.log").open("wb")
     process = await asyncio.to_thread(
         lambda: subprocess.Popen(
@@ -111,7 +114,12 @@ async def program(bench: Checkout, module: str, *arguments: str) -> AsyncIterato
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        if asked_to_stop:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         log.close()
 
@@ -137,6 +145,17 @@ async def adapter(bench: Checkout) -> AsyncIterator[str]:
     async with program(bench, "src.server.task_server_adapter", *arguments):
         url = f"http://127.0.0.1:{port}/api"
         await until(f"{url}/task/info", lambda info: info["num_samples"] > 0)
+        yield url
+
+
+@asynccontextmanager
+async def pool(bench: Checkout) -> AsyncIterator[str]:
+    """The URL of a pool of two adapters."""
+    port = free_port()
+    arguments = [TASK, "--config", "tasks.yaml", "--port", str(port), "--host", "127.0.0.1", "--num-adapters", "2"]
+    async with program(bench, "src.server.adapter_pool_controller", *arguments, asked_to_stop=True):
+        url = f"http://127.0.0.1:{port}/api"
+        await until(f"{url}/health", lambda health: health["status"] == "healthy")
         yield url
 
 

@@ -21,7 +21,7 @@ from services.envgateway.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
 
 from ..serving import Client, registry, served_world
-from .real import CONCURRENCY, RAISING_TASK, Checkout, adapter, checkout, controller
+from .real import CONCURRENCY, RAISING_TASK, Checkout, adapter, checkout, controller, pool
 
 if importlib.util.find_spec("alfworld") is None:
     pytest.skip("the extra alfworld is not installed", allow_module_level=True)
@@ -127,6 +127,19 @@ async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, game
             assert await health(url) == 1
             await client.close(episode.episode_id)
             assert await health(url) == 0
+
+
+async def test_episodes_at_a_pool_of_adapters_end_with_its_words(bench: Checkout, games: Any) -> None:
+    if not bench.has("src.server.adapter_pool_controller"):
+        pytest.skip("this checkout has no pool of adapters")
+    traces = games[2]
+    async with pool(bench) as url:
+        async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:
+            await asyncio.gather(*(play(client, index, traces[index]) for index in (1, 4)))
+            with pytest.raises(InvalidRequestError, match="not found"):
+                await client.create("bench", {"index": 99})
+            with pytest.raises(InvalidRequestError, match="expected integer"):
+                await client.create("bench", {"index": "x"})
 
 
 _CLIENT = """

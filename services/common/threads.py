@@ -1,7 +1,7 @@
 """Threads for functions of others, which may stall.
 
 asyncio's own executor has a few threads, and a function that never returns takes one for good: a handful of stalled
-environments would stop every other one, and the process's end. Here a call that its caller has given up on takes its thread
+environments or rewards would stop every other one, and the process's end. Here a call that its caller has given up on takes its thread
 with it, and the others get a fresh one.
 """
 
@@ -56,7 +56,7 @@ class DaemonThreads:
 
     def _start_one(self) -> None:
         self._num_threads += 1
-        threading.Thread(target=self._work, name="environment call", daemon=True).start()
+        threading.Thread(target=self._work, name="call of foreign code", daemon=True).start()
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:

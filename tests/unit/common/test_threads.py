@@ -9,7 +9,7 @@ import time
 import pytest
 import structlog
 
-from services.envgateway.threads import DaemonThreads
+from services.common.threads import DaemonThreads
 
 
 async def test_calls_run_at_once_with_their_arguments_errors_and_context() -> None:

@@ -1,0 +1,211 @@
+"""Is the math reward right, strict and quick? Against Math-Verify called directly, in one run.
+
+- Agreement: answers of MATH-500, AIME, AMC and MATH train inside free-form completions (boxed, prose, plain words,
+  reformulated, wrong, none; made by seed) are graded by the reward and by Math-Verify called directly: its own defaults, and
+  once more with boxed answers first, as the reward reads them. Must agree on at least 99%.
+- Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not one
+  may be called right.
+- Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one Math-Verify
+  in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves them on), and each
+  repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load_before``, and ``cpu_ratio``,
+  the CPU time of one Math-Verify over that of the pool, owner included, which says what is left of it on idle cores. ``throughput_ratio`` is ours / (workers x theirs).
+
+The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/, math_train/.
+
+    python benchmarks/math_reward.py [--quick] [--data DIR] [--workers 2] [--cases 6000] [--seed 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from _math_cases import Case, completions, traps
+from _report import median_and_spread, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.rewards.math import MathReward
+from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.result import RewardOutcome, RewardResult
+from services.envgateway.sandbox.bare import procfs
+
+_IN_FLIGHT = 64
+_REPEATS = 9
+_SHOWN = 12
+
+
+class Direct:
+    """Math-Verify as anybody would call it, in this process."""
+
+    def __init__(self) -> None:
+        logging.disable(logging.WARNING)
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+        self._parse, self._verify = parse, verify
+        self._boxed_first = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+    def is_right(self, case: Case, boxed_first: bool = False) -> bool:
+        settings = {"extraction_config": self._boxed_first} if boxed_first else {}
+        gold = self._parse(f"${case.truth}$", **settings)
+        return bool(self._verify(gold, self._parse(case.completion, **settings)))
+
+
+async def graded(grade: Any, cases: list[Case]) -> list[RewardResult]:
+    """All of them, some at a time."""
+    room = asyncio.Semaphore(_IN_FLIGHT)
+
+    async def one(case: Case) -> RewardResult:
+        async with room:
+            return await grade(case)  # type: ignore[no-any-return]
+
+    return list(await asyncio.gather(*(one(case) for case in cases)))
+
+
+async def agreement(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[str, Any]:
+    reward = MathReward(pool)
+    results = await graded(lambda case: reward({"answer": case.truth}, case.completion), cases)
+    agreed: dict[str, Counter[str]] = {"defaults": Counter(), "boxed_first": Counter()}
+    labelled, as_labelled = 0, 0
+    shown = 0
+    for case, result in zip(cases, results, strict=True):
+        ours = result.outcome is RewardOutcome.CORRECT
+        theirs = {"defaults": direct.is_right(case), "boxed_first": direct.is_right(case, boxed_first=True)}
+        for name, right in theirs.items():
+            agreed[name][case.kind] += ours is right
+        if case.right is not None:
+            labelled += 1
+            as_labelled += ours is case.right
+        if ours is not theirs["defaults"] and shown < _SHOWN:
+            shown += 1
+            end = case.completion[-60:].replace("\n", " ")
+            print(
+                f"    differs ({case.kind}): truth {case.truth!r}, ...{end!r}: ours {result.outcome}, theirs {theirs}"
+            )
+    total = Counter(case.kind for case in cases)
+    return {
+        "cases": len(cases),
+        "agreement": agreed["defaults"].total() / len(cases),
+        "agreement_boxed_first": agreed["boxed_first"].total() / len(cases),
+        "agreement_by_kind": {kind: agreed["defaults"][kind] / n for kind, n in total.items()},
+        "as_labelled": as_labelled / labelled,
+        "outcomes": dict(Counter(result.outcome.value for result in results)),
+    }
+
+
+async def strictness(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[str, Any]:
+    reward = MathReward(pool)
+    results = await graded(lambda case: reward({"answer": case.truth}, case.completion), cases)
+    false = [case for case, result in zip(cases, results, strict=True) if result.outcome is RewardOutcome.CORRECT]
+    for case in false[:_SHOWN]:
+        print(f"    false positive ({case.kind}): truth {case.truth!r}, {case.completion[-60:]!r}")
+    return {
+        "traps": len(cases),
+        "traps_by_kind": dict(Counter(case.kind for case in cases)),
+        "false_positives": len(false),
+        "false_positives_direct": sum(direct.is_right(case) for case in cases),
+        "grader_failed": sum(result.outcome is RewardOutcome.GRADER_FAILED for result in results),
+    }
+
+
+def _cpu_s(pool: MathPool) -> float:
+    """CPU time of the pool: its workers' and this process's."""
+    return procfs.usage(pool.pids).cpu_s + time.process_time()
+
+
+async def throughput(pool: MathPool, direct: Direct, cases: list[Case], workers: int) -> dict[str, Any]:
+    """Interleaved repeats over fresh cases; the first slice warms both sides up and counts for nothing."""
+    size = len(cases) // (_REPEATS + 1)
+    ours, theirs, ratios, cpu_ratios = [], [], [], []
+    for repeat in range(_REPEATS + 1):
+        part = cases[repeat * size : (repeat + 1) * size]
+        began, cpu_began = time.perf_counter(), _cpu_s(pool)
+        await graded(lambda case: pool.grade(case.truth, case.completion), part)
+        pool_s, pool_cpu_s = time.perf_counter() - began, _cpu_s(pool) - cpu_began
+        began, cpu_began = time.perf_counter(), time.process_time()
+        for case in part:
+            direct.is_right(case, boxed_first=True)
+        direct_s = time.perf_counter() - began
+        if repeat:
+            ours.append(size / pool_s)
+            theirs.append(size / direct_s)
+            ratios.append(ours[-1] / (workers * theirs[-1]))
+            cpu_ratios.append((time.process_time() - cpu_began) / pool_cpu_s)
+            print(f"    {ours[-1]:6.0f}/s by {workers} workers, {theirs[-1]:6.0f}/s in process: {ratios[-1]:.2f}")
+    ratio, spread = median_and_spread(ratios)
+    return {
+        "ours": statistics.median(ours),
+        "theirs": statistics.median(theirs),
+        "throughput_ratio": ratio,
+        "throughput_spread": spread,
+        "cpu_ratio": statistics.median(cpu_ratios),
+        "gradings_per_repeat": size,
+    }
+
+
+async def measure(data: Path, num_cases: int, num_traps: int, workers: int, seed: int) -> None:
+    load = os.getloadavg()[0]  # of whatever else runs here, which no ratio should be read without
+    direct = Direct()
+    pool = MathPool(MathRewardConfig(num_workers=workers))
+    try:
+        fresh = completions(data, 2 * num_cases, seed)
+        print(f"throughput: {_REPEATS} repeats over {num_cases} fresh completions")
+        speed = await throughput(pool, direct, fresh[:num_cases], workers)
+        print(f"agreement: {num_cases} other completions, both settings of Math-Verify")
+        right = await agreement(pool, direct, fresh[num_cases:])
+        print(f"traps: {num_traps}")
+        strict = await strictness(pool, direct, traps(data, num_traps, seed))
+    finally:
+        await pool.close()
+    ratio, spread = speed.pop("throughput_ratio"), speed.pop("throughput_spread")
+    report(
+        "math_reward",
+        speed.pop("ours"),
+        workers * speed["theirs"],
+        ratio,
+        spread,
+        throughput_ratio=ratio,
+        throughput_spread=spread,
+        workers=workers,
+        cpus=os.cpu_count(),
+        load_before=load,
+        sympy_cache=os.environ.get("SYMPY_USE_CACHE", "yes"),
+        seed=seed,
+        one_in_process=speed.pop("theirs"),
+        **speed,
+        **right,
+        **strict,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the cases: under a minute")
+    parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the pool")
+    parser.add_argument("--cases", type=int, default=6000, help="completions of each part")
+    parser.add_argument("--sympy-cache", action="store_true", help="leave sympy's caches on")
+    parser.add_argument("--seed", type=int, default=1, help="of the completions")
+    arguments = parser.parse_args()
+    if arguments.data is None or not arguments.data.is_dir():
+        print("no rows: name their folder with --data or MILLRACE_DATA_ROOT")
+        report("math_reward", 0.0, 0.0, 0.0, 0.0, skipped="no rows")
+        return
+    num_cases = min(arguments.cases, 1200) if arguments.quick else arguments.cases
+    num_traps = 400 if arguments.quick else 4000
+    if not arguments.sympy_cache:
+        os.environ["SYMPY_USE_CACHE"] = "no"  # before anything imports sympy; the workers are told, too
+    asyncio.run(measure(arguments.data, num_cases, num_traps, arguments.workers, arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

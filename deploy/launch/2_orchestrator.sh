@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Start the orchestrator of a recipe, after making its run directory and starting checkpoints: 2_orchestrator.sh RECIPE [--set a.b=c ...]
+# Started again it goes on with the run in RUN_DIR.
+# Variables: RUN_DIR (runs/NAME of the recipe), ORCHESTRATOR_PORT (50050), ENVGATEWAY_PORT (50080), MILLRACE_DATA_ROOT (folder of
+#   local datasets), PYTHON (python).
+set -euo pipefail
+recipe="${1:?usage: 2_orchestrator.sh RECIPE [--set a.b=c ...]}"
+shift
+exec "${PYTHON:-python}" -m services.cli start "$recipe" orchestrator "$@"

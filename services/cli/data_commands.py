@@ -1,0 +1,27 @@
+"""``millrace data``: commands that prepare datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
+
+
+@data_app.callback()
+def data() -> None:
+    """Prepare datasets."""
+
+
+@data_app.command()
+def rstar2(
+    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+) -> None:
+    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
+    from services.orchestrator.process_train_dataset import process_train_dataset
+
+    done = process_train_dataset(inputs, output)
+    typer.echo(f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out")

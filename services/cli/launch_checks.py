@@ -1,0 +1,86 @@
+"""What a machine must have before a recipe is started on it: data, packages, memory, worlds.
+
+`millrace run` refuses here, before any process starts, what would otherwise end a run hours later. A recipe that passes
+``check`` may still be refused on a machine that is not meant to run it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from services.cli.memory_estimate import misfits
+from services.common.config.data import DatasetConfig
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError, MillraceError
+
+
+def check_launch(recipe: Recipe) -> None:
+    """Raises ``ConfigError`` with one line per problem: what is missing and how to get it."""
+    problems = [*missing_data(recipe), *misfits(recipe), *_missing_packages(recipe), *_missing_worlds(recipe)]
+    if problems:
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def missing_data(recipe: Recipe) -> list[str]:
+    """Datasets known by name that are neither on this disk nor fetched by themselves."""
+    from services.orchestrator.catalogue import must_be_fetched_by_hand
+
+    problems = []
+    for where, name in _named_datasets(recipe):
+        if problem := must_be_fetched_by_hand(name, f"{where}.name"):
+            problems.append(problem)
+    return problems
+
+
+def _named_datasets(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    sections: dict[str, DatasetConfig] = {"data.train": recipe.data.train}
+    sections |= {f"data.evaluation.{name}": config for name, config in recipe.data.evaluation.items()}
+    for where, config in sections.items():
+        if config.name is not None:
+            yield where, config.name
+
+
+def _missing_packages(recipe: Recipe) -> list[str]:
+    """Engines of this node whose package is not installed."""
+    if importlib.util.find_spec("sglang") is not None:
+        return []
+    return [
+        f"inference.{name}.engine is sglang, but the package sglang is not installed here: run this on a GPU machine "
+        "after `pip install 'millrace[sglang]'`, or try the recipe with --profile tiny"
+        for name, service in recipe.inference.items()
+        if service.engine == "sglang" and service.node == 0
+    ]
+
+
+def _missing_worlds(recipe: Recipe) -> list[str]:
+    """Environments of the workflow whose data or engine the gateway would miss at the first episode."""
+    environment = recipe.workflow.settings.get("environment")
+    if recipe.envgateway is None or environment is None or environment in recipe.envgateway.environments:
+        return []
+    from services.envgateway.envs.alfworld.world import AlfworldWorld
+    from services.envgateway.envs.worlds import make_worlds
+
+    try:
+        world = make_worlds(recipe.envgateway).get(environment)
+        if isinstance(world, AlfworldWorld):
+            return _places_without_a_game(recipe, len(world.games))
+    except MillraceError as error:
+        return [error.message]
+    return [f"{environment} (workflow.settings.environment): {world}"] if isinstance(world, str) else []
+
+
+def _places_without_a_game(recipe: Recipe, num_games: int) -> list[str]:
+    """Datasets of places that reach beyond the list of games here."""
+    from services.orchestrator.catalogue import known
+
+    problems = []
+    for where, name in _named_datasets(recipe):
+        places = known(name).indices
+        if places is not None and places[-1] >= num_games:
+            problems.append(
+                f"{where}.name: {name} has the places {places[0]} to {places[-1]}, but there are {num_games} games below "
+                f"envgateway.alfworld.data: name the list that these places count in with envgateway.alfworld.games, or "
+                f'a file of rows {{"index": n}} with {where}.path'
+            )
+    return problems

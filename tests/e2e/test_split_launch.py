@@ -1,0 +1,136 @@
+"""A run that is started by the numbered scripts, one process each, in an order that nobody would choose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = [*SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
+
+
+def free_ports(number: int) -> list[int]:
+    held = [socket.socket() for _ in range(number)]
+    for listener in held:
+        listener.bind(("127.0.0.1", 0))
+    ports = [int(listener.getsockname()[1]) for listener in held]
+    for listener in held:
+        listener.close()
+    return ports
+
+
+class Scripts:
+    """Processes started by scripts of deploy/launch, all with the same settings and variables."""
+
+    def __init__(self, directory: Path) -> None:
+        ports = dict(zip(VARIABLES, map(str, free_ports(len(VARIABLES))), strict=True))
+        self.run_dir = directory / "split"
+        self._directory = directory
+        self._environment = {**os.environ, **ports, "PYTHON": sys.executable, "RUN_DIR": str(self.run_dir)}
+        self._environment |= {"OMP_NUM_THREADS": "1", "TASK_SERVER_PORT": "0"}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, script: str) -> None:
+        settings = [part for setting in SETTINGS for part in ("--set", setting)]
+        with (self._directory / f"{script}.out").open("ab") as output:
+            self.running[script] = subprocess.Popen(
+                [str(REPOSITORY / "deploy" / "launch" / script), "recipes/quickstart", *settings],
+                cwd=REPOSITORY,
+                env=self._environment,
+                stdout=output,
+                stderr=output,
+            )
+
+    def output(self, script: str) -> str:
+        return (self._directory / f"{script}.out").read_text()
+
+    def wait_for(self, file: Path) -> None:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not file.exists():
+            assert time.monotonic() < deadline, f"no {file}"
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.running.values():
+            process.wait(60)
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    made = Scripts(tmp_path)
+    yield made
+    made.stop()
+
+
+def test_a_run_is_started_by_its_scripts_and_goes_on_when_one_is_started_again(scripts: Scripts) -> None:
+    for script in ("3_trainer_model0.sh", "1_inference_a.sh", "2_orchestrator.sh", "0_environment.sh"):
+        scripts.start(script)
+    scripts.wait_for(scripts.run_dir / "journal")
+    scripts.running["2_orchestrator.sh"].kill()
+    scripts.running["2_orchestrator.sh"].wait(10)
+    scripts.start("2_orchestrator.sh")
+    for script in ("2_orchestrator.sh", "3_trainer_model0.sh", "1_inference_a.sh"):
+        assert scripts.running[script].wait(RUN_TIMEOUT_S) == 0, scripts.output(script)
+    summary = json.loads((scripts.run_dir / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
+    assert "going on with the run in" in scripts.output("2_orchestrator.sh")
+    assert "waiting for the orchestrator at" in scripts.output("1_inference_a.sh")
+    assert (scripts.run_dir / "export" / "model0" / "model.safetensors").is_file()
+
+
+def test_the_command_that_node_0_prints_starts_node_1(tmp_path: Path) -> None:
+    """Both nodes are this machine: a stand-in for ssh notes what it should forward, which is here already."""
+    (tmp_path / "bin").mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(f'#!/usr/bin/env bash\necho "$@" > {tmp_path}/ssh.arguments\nexec sleep 600\n')
+    ssh.chmod(0o755)
+    settings = [*SETTINGS, f"run.dir={tmp_path}", "run.id=two", "inference.a.node=1"]
+    variables = {"ORCHESTRATOR_HOST_EXTERNAL": "node0.example", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "services.cli", "run", "recipes/quickstart"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    with (tmp_path / "node0.out").open("w") as output:
+        node_0 = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output)
+    node_1: subprocess.Popen[str] | None = None
+    try:
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while "paste on node 1" not in (told := (tmp_path / "node0.out").read_text()) or not told.endswith("\n"):
+            assert node_0.poll() is None and time.monotonic() < deadline, told
+            time.sleep(0.1)
+        line = next(line for line in told.splitlines() if line.lstrip().startswith("ORCHESTRATOR_HOST_EXTERNAL="))
+        node_1 = subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        words = node_1.communicate(timeout=RUN_TIMEOUT_S)[0]
+        assert node_1.returncode == 0, words
+        assert node_0.wait(RUN_TIMEOUT_S) == 0, (tmp_path / "node0.out").read_text()
+    finally:
+        for process in (node_0, node_1):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+    recipe = json.loads((tmp_path / "two" / "recipe.json").read_text())
+    port = recipe["policies"]["model0"]["weights"]["port"]
+    assert f"-L 127.0.0.1:{port}:127.0.0.1:{port}" in (tmp_path / "ssh.arguments").read_text()
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "finished"

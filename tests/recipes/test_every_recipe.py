@@ -1,0 +1,88 @@
+"""Every recipe of the reference runs its whole loop with ``--profile tiny``: all services as processes, three steps per
+policy, evaluation, both ways for weights to travel where the recipe says delta, and nothing left behind.
+
+``make test-recipes`` runs these one after another; ``make test`` leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.common.config.loading import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.parent.relative_to(ROOT / "recipes").as_posix() for path in ROOT.glob("recipes/*/*/recipe.yaml"))
+TIMEOUT_S = 300.0  # of a run that takes some 40 s on two idle cores
+
+pytestmark = pytest.mark.recipes
+
+
+def test_all_seventeen_are_there() -> None:
+    assert len(RECIPES) == 17
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes" / name)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "services.cli", "run", f"recipes/{name}", "--profile", "tiny", "--json"),
+            *("--set", f"run.dir={tmp_path}", "--set", "run.id=tiny"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_dir = tmp_path / "tiny"
+    steps = rows(run_dir, "training_step")
+    for policy in recipe.policies:
+        mine = [step for step in steps if step["policy"] == policy]
+        assert [step["step"] for step in mine] == [1, 2, 3]
+        for step in mine:
+            broken = [key for key, value in step.items() if isinstance(value, float) and not math.isfinite(value)]
+            assert not broken
+            assert step["failures"] == 0
+        # Half of what is said is right: a verifier may be rewarded twice, a purchase is worth less than 1.
+        assert 0.05 < sum(step["batch_reward_mean"] for step in mine) / len(mine) < 1.5
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["state"] == "finished"
+    moments = {evaluation.partition("/")[0] for evaluation in summary["evaluations"]}
+    assert moments >= {"step-2", "end"}, "also while it trained"
+    assert all(result["num_trajectories"] and not result["num_failed"] for result in summary["evaluations"].values())
+    transfers = [transfer for transfer in rows(run_dir, "weight_transfer") if not transfer["error"]]
+    for policy, section in recipe.policies.items():
+        ways = {transfer["encoding"] for transfer in transfers if transfer["policy"] == policy}
+        assert ways == ({"full", "delta"} if section.weights.transfer == "delta" else {"full"})
+    assert not left_running(run_dir)
+
+
+def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
+    return [row for row in map(orjson.loads, lines) if row["kind"] == kind]
+
+
+def left_running(run_dir: Path) -> list[str]:
+    """Command lines that still name the run's directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # it has ended
+            if str(run_dir) in line:
+                found.append(line)
+    return found

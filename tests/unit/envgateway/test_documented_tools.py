@@ -1,0 +1,72 @@
+"""What docs/envgateway.md shows is what runs: its tools are written out, named in a config and called."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.tool_results import ToolStatus
+from services.envgateway.tools.registry import ToolBox, load_tools
+from services.envgateway.tools.session import ToolSession
+
+PAGE = Path(__file__).parents[3] / "docs" / "envgateway.md"
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToolBox]:
+    (tools,) = _blocks("python")
+    (tmp_path / "inventory.py").write_text(tools)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = EnvGatewayConfig(**yaml.safe_load(_blocks("yaml")[0])["envgateway"])
+    yield ToolBox(load_tools(config.tools.paths), config.tools.limits)
+    sys.modules.pop("inventory", None)
+
+
+async def test_the_documented_tools_are_called(box: ToolBox) -> None:
+    session = ToolSession(box, ["stock", "basket"])
+    assert (await session.call("stock", {"part": "bolt"})).text == "40"
+    none = await session.call("stock", {"part": "gear"})
+    assert (none.status, none.text) == (ToolStatus.TOOL_ERROR, "Error: there is no gear in this store")
+    wrong = await session.call("stock", {"part": "axle"})
+    assert wrong.text == 'Error: argument \'part\' must be "bolt" or "nut" or "gear", not "axle"'
+    assert (await session.call("basket", {"part": "nut", "number": 2})).text == "2 nut"
+    assert (await session.call("basket", {"part": "bolt", "number": 1})).text == "2 nut, 1 bolt"
+    other = ToolSession(box, ["basket"])
+    assert (await other.call("basket", {"part": "nut", "number": 5})).text == "5 nut"
+    for one in (session, other):
+        await one.close()
+    assert session.metrics()["tool_calls"] == 5 and session.metrics()["tool_errors"] == 2
+
+
+def test_every_setting_in_the_table_of_limits_exists() -> None:
+    page = PAGE.read_text()
+    table = page[page.index("## Limits") : page.index("## Deployment")]
+    config = EnvGatewayConfig()
+    named = [cells[2] for cells in (line.split("|") for line in table.splitlines()) if len(cells) == 6]
+    settings = [setting for cell in named[2:] for setting in _settings(cell)]
+    assert len(settings) > 25
+    for setting in settings:
+        section: object = config
+        for part in setting.replace("tools.limits.NAME.", "").split("."):
+            if setting.startswith("tools.limits."):
+                assert part in ("concurrency", "timeout_s", "max_chars", "cut")
+            else:
+                section = getattr(section, part)
+
+
+def _settings(cell: str) -> list[str]:
+    """The names in a cell; later ones share the section of the first."""
+    names = re.findall(r"`([^`]+)`", cell)
+    section = names[0].rpartition(".")[0]
+    return [name if "." in name or not section else f"{section}.{name}" for name in names]

@@ -1,0 +1,26 @@
+"""What docs/environments-alfworld.md shows is valid."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.envgateway.envs.settings import settings_of
+from services.envgateway.envs.textworld.games import TextworldSettings
+from tests.documented import blocks
+
+PAGE = "environments-alfworld.md"
+
+
+def test_the_documented_sections_are_valid() -> None:
+    sections = [yaml.safe_load(block)["envgateway"] for block in blocks(PAGE, "yaml")]
+    assert [next(iter(section)) for section in sections] == ["alfworld", "textworld", "agentbench"]
+    for section in sections:
+        EnvGatewayConfig.model_validate(section)
+
+
+def test_the_documented_rows_are_valid() -> None:
+    rows = [json.loads(line) for block in blocks(PAGE, "json") for line in block.splitlines()]
+    assert [settings_of(row, TextworldSettings).make.kind for row in rows] == ["cooking", "custom"]
