@@ -182,6 +182,8 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
         suffix = {"start": "before", "end": "after"}.get(moment)
         if suffix:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
+            if len(result["roles"]) > 1:
+                flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
     for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
         flat[key] = summary.get(key)
     return flat

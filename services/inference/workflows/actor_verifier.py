@@ -11,15 +11,17 @@ was sampled before it.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from pydantic import Field
 
 from services.common.chat import Message
 from services.common.errors import PromptTooLongError
+from services.common.importing import load_object
 from services.common.types import Sequence as TokenSequence
 from services.common.types import StopReason, Task
-from services.inference.workflows.base import Outcome, PolicyClient, WorkflowContext
+from services.inference.workflows.base import Gateway, Outcome, PolicyClient, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
 from services.inference.workflows.rewards import build_grader
@@ -45,6 +47,9 @@ An earlier attempt at this problem was rejected. The checker wrote:
 Solve the problem again from the beginning. Use what is right in the checker's words, and do not repeat the mistake."""
 
 
+Evidence = Callable[[Gateway, Task, str], Awaitable[str]]
+
+
 class ActorVerifierSettings(PromptSettings):
     verifier: str = "model1"
     """The policy that checks. `policy` is the one that solves."""
@@ -53,9 +58,12 @@ class ActorVerifierSettings(PromptSettings):
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     verify_prompt: str = VERIFY
-    """What the verifier reads, with `{problem}` and `{solution}`."""
+    """What the verifier reads, with `{problem}`, `{solution}` and `{evidence}`."""
+    evidence: str | None = None
+    """What else the verifier is shown, such as a test log: the import path of a function
+    `async def evidence(gateway, task, solution) -> str`. Machinery that fails there is raised, never told to a policy."""
     retry_prompt: str = TRY_AGAIN
-    """What the solver reads after a rejection, with `{problem}` and `{review}`."""
+    """What the solver reads after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`."""
     max_review_chars: int | None = Field(default=None, ge=1)
     """Keep only the end of a longer review in the retry; left out, all of it."""
 
@@ -66,6 +74,7 @@ class ActorVerifier:
     def __init__(self, settings: ActorVerifierSettings) -> None:
         self._settings = settings
         self._grade = build_grader(settings.reward)
+        self._evidence: Evidence | None = load_object(settings.evidence) if settings.evidence else None
 
     def policies(self) -> tuple[str, ...]:
         return (self._settings.policy or "model0", self._settings.verifier)
@@ -90,7 +99,8 @@ class ActorVerifier:
         metrics = {"first_correct": first_reward.value}
         final = first_reward.value
 
-        review = await self._verify(problem, solution, verifier, context)
+        evidence = await self._evidence(context.gateway, task, solution.text) if self._evidence else ""
+        review = await self._verify(problem, solution, evidence, verifier, context)
         if review is None:
             return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
         check, words = review
@@ -107,7 +117,7 @@ class ActorVerifier:
             )
         )
         if verdict is Verdict.REJECT:
-            again = await self._retry(messages, problem, words.text, context)
+            again = await self._retry(messages, problem, solution.text, words.text, context)
             if again is None:
                 metrics["retry_skipped"] = 1.0
             else:
@@ -119,11 +129,11 @@ class ActorVerifier:
         return Outcome(sequences=tuple(sequences), reward=final, metrics=metrics)
 
     async def _verify(
-        self, problem: str, solution: Turn, verifier: PolicyClient, context: WorkflowContext
+        self, problem: str, solution: Turn, evidence: str, verifier: PolicyClient, context: WorkflowContext
     ) -> tuple[Conversation, Turn] | None:
         # What one policy wrote must not end or begin a turn of the other.
-        said = verifier.chat.as_text(solution.text)
-        prompt = fill(self._settings.verify_prompt, problem=problem, solution=said)
+        said, shown = verifier.chat.as_text(solution.text), verifier.chat.as_text(evidence)
+        prompt = fill(self._settings.verify_prompt, problem=problem, solution=said, evidence=shown)
         try:
             check = Conversation(
                 verifier,
@@ -136,13 +146,18 @@ class ActorVerifier:
         return check, await check.generate()
 
     async def _retry(
-        self, messages: list[Message], problem: str, review: str, context: WorkflowContext
+        self, messages: list[Message], problem: str, solution: str, review: str, context: WorkflowContext
     ) -> tuple[Conversation, Turn] | None:
         settings = self._settings
         if settings.max_review_chars is not None:
             review = review[-settings.max_review_chars :]
         solver = context.policy(settings.policy or "model0")
-        prompt = fill(settings.retry_prompt, problem=problem, review=solver.chat.as_text(review))
+        prompt = fill(
+            settings.retry_prompt,
+            problem=problem,
+            solution=solver.chat.as_text(solution),
+            review=solver.chat.as_text(review),
+        )
         try:
             second = Conversation(
                 solver,
