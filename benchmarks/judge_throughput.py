@@ -8,7 +8,7 @@ Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
                 Redis; CODE_JUDGE_PYTHON or its .venv runs it); without one, workers of our own that start an interpreter
                 per job over Redis. The JSON says which (key peer). Programs run under this interpreter in all of them.
 
-    single      programs that print their input, each a POST /run of its own, from 16 connections
+    single      programs that print their input, each a POST /run of its own, from 32 connections
     batch       the same in one POST /run/long-batch
     sympy       a batch of programs that import sympy and print one of its numbers
     algebra     a batch of programs that import sympy and expand a square
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _judge_arms import NUM_WORKERS, Arm, code_judge, interpreter_per_job, ours
 
-_CONNECTIONS = 16
+_CONNECTIONS = 32  # as many rollouts have a tool call under way
 _SYMPY = "import sympy\nprint(sympy.Integer(input()) + 1)"
 _ALGEBRA = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.expand((x + int(input())) ** 2))"
 _NUM_WAITING = 10_000

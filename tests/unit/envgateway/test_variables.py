@@ -1,0 +1,89 @@
+"""Code Judge's variables over a recipe's section: what wins, what is refused, and what stays out of a saved config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.loading import load_recipe
+from services.common.errors import ConfigError
+from services.envgateway.variables import port_variables, with_variables
+from services.envgateway.worker.rest import Rest
+from services.envgateway.worker.settings import worker_settings
+
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
+SECTION = EnvGatewayConfig.model_validate(
+    {"sandbox": {"num_slots": 3, "wall_time_s": 2.0}, "queue": {"redis_uri": "redis://127.0.0.1:1", "lease_s": 5}}
+)
+
+
+def test_without_a_recipe_the_limits_are_code_judges() -> None:
+    config, redis_uri = with_variables(None, {})
+    assert (config.sandbox.wall_time_s, config.sandbox.cpu_time_s, redis_uri) == (10.0, 10.0, "")
+
+
+def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() -> None:
+    told = {"MAX_WORKERS": "64", "MAX_EXECUTION_TIME": "4", "MAX_MEMORY": "100", "REDIS_KEY_PREFIX": "p"}
+    config, redis_uri = with_variables(SECTION, told)
+    sandbox = config.sandbox
+    assert (sandbox.num_slots, sandbox.wall_time_s, sandbox.cpu_time_s) == (64, 4.0, 4.0)
+    assert (sandbox.memory_bytes, config.queue.redis_prefix, config.queue.lease_s) == (100 << 20, "p", 5)
+    assert redis_uri == "redis://127.0.0.1:1"
+    assert with_variables(SECTION, {})[0] == SECTION
+
+
+@pytest.mark.parametrize(
+    ("environment", "uri"),
+    [
+        ({"REDIS_URI": "redis://a", "REDIS_URL": "redis://b"}, "redis://a"),
+        ({"REDIS_URL": "redis://:secret@b"}, "redis://:secret@b"),
+        ({"REDIS_URI": "", "REDIS_URL": ""}, "redis://127.0.0.1:1"),
+    ],
+)
+def test_either_name_of_redis_will_do_and_is_not_saved(environment: dict[str, str], uri: str) -> None:
+    config, redis_uri = with_variables(SECTION, environment)
+    assert redis_uri == uri and "secret" not in config.model_dump_json()
+    assert worker_settings(SECTION, environment).redis_uri == uri
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("MAX_WORKERS", "many"), ("MAX_WORKERS", "0"), ("MAX_EXECUTION_TIME", "inf"), ("MAX_EXECUTION_TIME", "nan"),
+     ("MAX_MEMORY", "-1"), ("ALLOW_TIER_0", "yes")],
+)  # fmt: skip
+def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is '{text}'"):
+        with_variables(None, {name: text})
+
+
+def test_a_worker_without_redis_is_told_what_to_write() -> None:
+    with pytest.raises(ConfigError, match="REDIS_URI="):
+        worker_settings(None, {})
+
+
+def test_the_port_of_the_http_interface_comes_from_its_variable_with_and_without_a_recipe() -> None:
+    assert port_variables({"CODE_JUDGE_PORT": "8000", "ENVGATEWAY_PORT": "1"}) == {"port": 1, "http": {"port": 8000}}
+    recipe = load_recipe(RECIPE, environment={"CODE_JUDGE_PORT": "8001"})
+    assert recipe.envgateway is not None and recipe.envgateway.http.port == 8001
+    with pytest.raises(ConfigError, match="CODE_JUDGE_PORT is 'http'"):
+        port_variables({"CODE_JUDGE_PORT": "http"})
+
+
+def test_a_worker_rests_after_failures_in_a_row_longer_each_time_and_not_after_one_job_that_runs() -> None:
+    rest = Rest(longest_s=10.0)
+    rest.note(ran=False)
+    rest.note(ran=False)
+    assert rest.left_s == 0
+    rest.note(ran=False)
+    first = rest.left_s
+    rest.note(ran=False)
+    assert 0 < first <= 1 < rest.left_s <= 2
+    for _ in range(100):
+        rest.note(ran=False)
+    assert 5 < rest.left_s <= 10
+    rest.note(ran=True)
+    assert rest.left_s == 0
+    rest.note(ran=False)
+    assert rest.left_s == 0
