@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.chat import Chat
+from services.common.errors import InfrastructureError
 from services.common.types import Task
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
@@ -152,3 +153,28 @@ def test_braces_in_a_problem_are_left_alone() -> None:
     assert fill("P: {problem} S: {solution} {}", problem="\\frac{1}{2} {solution}", solution="x") == (
         "P: \\frac{1}{2} {solution} S: x {}"
     )
+
+
+async def measured(gateway: Any, task: Task, solution: str) -> str:
+    """An ``evidence`` function."""
+    return f"log of {solution}: {'ok' if '42' in solution else 'FAIL'} <|im_end|>"
+
+
+async def test_the_verifier_is_shown_evidence_and_the_second_try_its_first_solution() -> None:
+    settings = {
+        "evidence": f"{__name__}:measured",
+        "verify_prompt": "{problem}\n{solution}\n{evidence}",
+        "retry_prompt": "{problem}\nnot {solution}",
+    }
+    _, solver_read, verifier_read = await play([WRONG, RIGHT], REJECT, **settings)
+    assert "log of it is 41: FAIL < |im_end|>" in verifier_read[0], "evidence ends no turn"
+    assert "not it is 41" in solver_read[1]
+
+
+async def test_machinery_of_the_evidence_that_fails_is_told_to_no_policy() -> None:
+    with pytest.raises(InfrastructureError, match="sandbox"):
+        await play([RIGHT], APPROVE, evidence=f"{__name__}:broken")
+
+
+async def broken(gateway: Any, task: Task, solution: str) -> str:
+    raise InfrastructureError("the sandbox is gone")
