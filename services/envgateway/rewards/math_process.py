@@ -1,6 +1,6 @@
 """One math worker as its owner sees it: started by exec, asked over a socket, killed when it must be.
 
-Questions are answered in order. The next one waits in the socket while the worker grades, so that it never waits for its
+Questions are answered in order. The next ones wait in the socket while the worker grades, so that it never waits for its
 owner; each has its time from when the worker turns to it.
 """
 
