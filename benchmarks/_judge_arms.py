@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from services.common.process import DIE_WITH_PARENT
 from tests.integration.envgateway.queue.processes import ROOT, free_port
 from tests.integration.envgateway.queue.redis_server import BINARY, RedisServer
 
@@ -52,7 +53,8 @@ class Arm:
         with (self._dir / "log").open("ab") as log:
             process = subprocess.Popen(
                 arguments, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**kept, "OMP_NUM_THREADS": "1", "MAX_EXECUTION_TIME": str(TIME_LIMIT_S), "MAX_MEMORY": "512", **variables},
+                env={**kept, "OMP_NUM_THREADS": "1", "MAX_EXECUTION_TIME": str(TIME_LIMIT_S), "MAX_MEMORY": "512",
+                     DIE_WITH_PARENT: str(os.getpid()), **variables},
             )  # fmt: skip
         self._processes.append(process)
 

@@ -70,8 +70,8 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
-        if redis_uri:  # then programs run at workers
-            few = config.sandbox.model_copy(update={"num_slots": 1, "prewarm_scientific": False})
+        if redis_uri:  # then programs run at workers, and nothing but programs is asked for
+            few = config.sandbox.model_copy(update={"num_slots": 1, "num_live": 0, "prewarm_scientific": False})
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
