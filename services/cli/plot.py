@@ -77,13 +77,14 @@ _STYLE: dict[str, Any] = {
 
 
 def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
-    for number, (policy, steps) in enumerate(training_steps(rows).items()):
+    by_policy = training_steps(rows)
+    has_roles = len({(policy, role) for policy, steps in by_policy.items() for role in _roles(steps)}) > 1
+    for number, (policy, steps) in enumerate(by_policy.items()):
         label = policy if alone else f"{name} {policy}"
         shade = f"C{number}" if alone else color
         style = "-" if number == 0 or alone else "--"
         _line(axes[0, 0], "reward", "training step", _series(steps, "reward_mean"), f"{label} train", shade, style)
-        roles = sorted({key for row in steps for key in row if key.startswith("reward/")})
-        for place, role in enumerate(roles if alone and len(roles) > 1 else ()):
+        for place, role in enumerate(_roles(steps) if alone and has_roles else ()):
             label_of_role = f"{label} {role.removeprefix('reward/')}"
             _line(
                 axes[0, 0],
@@ -150,6 +151,11 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
         *(axes[1, 1], "idle share", "seconds", _over_time(throughput, "replica_idle_share", start)),
         *(f"{prefix}replicas", "C1" if alone else color, "--"),
     )
+
+
+def _roles(steps: list[Row]) -> list[str]:
+    """Keys of the rewards by role and attempt."""
+    return sorted({key for row in steps for key in row if key.startswith("reward/")})
 
 
 def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
