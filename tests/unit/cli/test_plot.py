@@ -53,7 +53,10 @@ def test_a_directory_that_is_no_run_is_told(tmp_path: Path) -> None:
 
 def test_the_headline_names_samplings_before_and_after() -> None:
     summary = {
-        "evaluations": {"start/greedy": {"mean_reward": 0.01}, "end/greedy": {"mean_reward": 0.9}},
+        "evaluations": {
+            "start/greedy": {"mean_reward": 0.01, "roles": {"model0/agent/0": 0.01}},
+            "end/greedy": {"mean_reward": 0.9, "roles": {"model0/solver/0": 0.8, "model1/verifier/0": 1.0}},
+        },
         "overlap_share": 0.8,
         "max_staleness": 1,
         "seconds": 100.0,
@@ -61,3 +64,5 @@ def test_the_headline_names_samplings_before_and_after() -> None:
     }
     flat = headline(summary)
     assert (flat["greedy_before"], flat["greedy_after"], flat["max_staleness"]) == (0.01, 0.9, 1)
+    assert (flat["greedy/model0/solver/0_after"], flat["greedy/model1/verifier/0_after"]) == (0.8, 1.0)
+    assert "greedy/model0/agent/0_before" not in flat, "one role says nothing more"

@@ -129,6 +129,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
         "port": 0,
         "num_ranks": 1,
         "gpus": [],
+        "rendezvous_port": 0,
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",
