@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -306,8 +307,12 @@ def replay(
 
 def main() -> None:
     """Entry point: errors of ours are told in words, with exit code 2 for the user's and 1 for the rest."""
+    import structlog
+
     from services.cli.errors import Interrupted, exit_code, tell
 
+    # What commands do in this process is told in their own words; `run` sets up logs of its own.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     try:
         app(standalone_mode=True)
     except MillraceError as error:

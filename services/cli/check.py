@@ -1,7 +1,8 @@
 """``millrace check``: everything that can be known to be wrong before a process starts.
 
 The schema is checked by loading; here it is what the recipe names: data, workflow, rewards, models, ports, and whether
-it fits into the GPUs. What this machine must have besides, to run it, is ``launch_checks``.
+it fits into the GPUs. What this machine must have besides, to run it, is ``launch_checks``: shown here, refused by
+`millrace run`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.plan import plan, ports_in_use
 from services.common.config.data import DatasetConfig
@@ -62,8 +64,12 @@ def describe(recipe: Recipe) -> RenderableType:
             f"≤ {policy.batch.max_staleness}",
             str(policy.trainer.num_ranks),
         )
+    lacking = launch_problems(recipe)
+    steps = f"{recipe.run.steps} training steps"
+    verdict = f"is valid ({steps}), and cannot be run here yet:" if lacking else f"is ready to run: {steps}"
     return Group(
-        Text(f"{recipe.name} is ready to run: {recipe.run.steps} training steps", style="bold green"),
+        Text(f"{recipe.name} {verdict}", style="bold green"),
+        *(Text(f"  {problem}", style="yellow") for problem in lacking),
         policies,
         *_memory(recipe),
         processes,
@@ -110,8 +116,8 @@ def _check_data(where: str, config: DatasetConfig) -> None:
 
     try:
         if config.name is not None:
-            if problem := must_be_fetched_by_hand(config.name, f"{where}.name"):
-                raise ConfigError(problem)
+            if must_be_fetched_by_hand(config.name, f"{where}.name"):
+                return  # what a machine lacks is no fault of the recipe: told by `describe`, refused by `run`
             if is_fetched(config.name):
                 return  # on first use
         tasks = open_source(config, config.seed)

@@ -17,9 +17,14 @@ from services.common.errors import ConfigError, MillraceError
 
 def check_launch(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is missing and how to get it."""
-    problems = [*missing_data(recipe), *misfits(recipe), *_missing_packages(recipe), *_missing_worlds(recipe)]
+    problems = [*misfits(recipe), *launch_problems(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+
+
+def launch_problems(recipe: Recipe) -> list[str]:
+    """What this machine lacks to run a recipe that is valid, a line for each."""
+    return [*missing_data(recipe), *_missing_packages(recipe), *_missing_worlds(recipe)]
 
 
 def missing_data(recipe: Recipe) -> list[str]:

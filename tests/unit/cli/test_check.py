@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from services.cli.check import check_recipe
+from services.cli.launch_checks import check_launch
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 
@@ -93,7 +94,9 @@ def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
 ) -> None:
     monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
     overrides = ["data.evaluation.lcb.name=livecodebench-v5"]
+    loaded = load_recipe(recipe, overrides, {})
+    check_recipe(loaded)  # the recipe is valid; this machine cannot run it
     with pytest.raises(ConfigError) as caught:
-        check_recipe(load_recipe(recipe, overrides, {}))
+        check_launch(loaded)
     for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "huggingface-cli download"):
         assert wanted in caught.value.message

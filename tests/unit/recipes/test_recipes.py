@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from rich.console import Console
 
 from services.cli import check
 from services.cli.launch_checks import check_launch
@@ -204,16 +205,18 @@ def test_check_passes(name: str, livecodebench: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", [name for name in sorted(FACTS) if name.startswith("code")])
 def test_without_livecodebench_nothing_starts(name: str, livecodebench: Path, tmp_path: Path) -> None:
     livecodebench.unlink()
-    for refused in (check.check_recipe, check_launch):
-        with pytest.raises(ConfigError) as caught:
-            refused(load(name))
+    console = Console(width=1000, record=True)
+    console.print(check.describe(load(name)))
+    with pytest.raises(ConfigError) as caught:
+        check_launch(load(name))
+    for text in (caught.value.message, console.export_text()):
         for told in (
             "data.evaluation.livecodebench_v5",
             str(livecodebench),
             "huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset --local-dir "
             f"{tmp_path}/AReaL-boba-2-RL-Code",
         ):
-            assert told in caught.value.message
+            assert told in text
 
 
 def test_the_run_command_refuses_before_it_makes_a_run(livecodebench: Path, tmp_path: Path) -> None:
