@@ -4,7 +4,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+RUNTIME := $(VENV)/.installed
+STAMP := $(VENV)/.installed-dev
 # One OpenMP thread per process: several small processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
@@ -16,19 +17,23 @@ help: ## list the targets
 
 install: $(STAMP) ## make .venv with everything the project needs
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Millrace needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@# torch first, alone: then no other package pulls a build with CUDA.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[orchestrator,inference,trainer,envgateway,plot]'
+	@touch $@
+
+$(STAMP): $(RUNTIME)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-quickstart: $(STAMP) ## set up, train the calculator for a few minutes, draw the reward curve
+quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw the reward curve
 	$(BIN)/millrace run recipes/quickstart --set run.seed=$(SEED) --json
 
-run: $(STAMP) ## run RECIPE=recipes/...
+run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
 test: $(STAMP) ## set up and run every test
