@@ -166,7 +166,8 @@ def resolve(
 def start(
     recipe: RecipeArgument,
     process: Annotated[
-        str, typer.Argument(help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them.")
+        str, typer.Argument(help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them; or warm-start, which "
+            "makes the run directory and the starting checkpoints and ends.")
     ],
     set_: SetOption = None,
     profile: ProfileOption = None,
