@@ -50,14 +50,10 @@ def gpu_file(layout: Layout) -> str:
 
     All GPUs are shown to a container; which of them a process takes is the recipe's to say (``gpus``).
     """
-    forced = tuple(
-        f"{where}.device=cuda"
-        for where, section in [
-            *((f"inference.{name}", service) for name, service in layout.recipe.inference.items()),
-            *((f"policies.{name}.trainer", policy.trainer) for name, policy in layout.recipe.policies.items()),
-        ]
-        if section.device == "cpu"
-    )
+    recipe = layout.recipe
+    devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
+    devices |= {f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.policies.items()}
+    forced = tuple(f"{where}=cuda" for where, device in devices.items() if device == "cpu")
     gpus = {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}}
     names = [process.name for process in layout.processes(0)]
     services: dict[str, Service] = {}

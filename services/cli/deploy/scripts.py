@@ -22,8 +22,9 @@ export {ports}
 exec "${{PYTHON:-python}}" -m services.cli start {arguments} "$@"
 """
 
-# Its orchestrator ends when the run is over; the gateway stays, and is stopped then. Elsewhere each ends by itself.
+# Its orchestrator ends when the run is over. The others then leave by themselves, but for the gateway, which is stopped.
 _NODE = """\
+names=({names})
 here="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
 declare -A name_of
 stop() {{ # EXIT CODE
@@ -33,20 +34,25 @@ stop() {{ # EXIT CODE
   exit "$1"
 }}
 trap 'stop 143' TERM INT
-for name in {names}; do
-  "$here/{prefix}-$name.sh" "$@" &
+for name in "${{names[@]}}"; do
+  "$here/node{node}-$name.sh" "$@" &
   name_of[$!]="$name"
 done
 while [ "${{#name_of[@]}}" -gt 0 ]; do
   code=0
   wait -n -p ended "${{!name_of[@]}}" || code=$?
+  if [ "$ended" = "${{grace:-}}" ]; then stop 0; fi
   name="${{name_of[$ended]}}"
   unset "name_of[$ended]"
   if [ "$code" -ne 0 ]; then
     echo "$name ended with $code; stopping what else was started here" >&2
     stop "$code"
   fi
-  [ "$name" != orchestrator ] || [ -z "${{name_of[*]}}" ] || {{ sleep {grace}; stop 0; }}
+  if [ "$name" = orchestrator ]; then
+    sleep {grace} &
+    grace=$!
+    name_of[$grace]=grace
+  fi
 done
 """
 
@@ -75,7 +81,7 @@ def _process(layout: Layout, node: int, name: str) -> str:
 def _node(layout: Layout, node: int, names: list[str]) -> str:
     what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
     grace = f"{layout.recipe.launch.stop_grace_s:g}"
-    return _head(layout, node, what) + _NODE.format(names=" ".join(names), prefix=f"node{node}", grace=grace)
+    return _head(layout, node, what) + _NODE.format(names=" ".join(names), node=node, grace=grace)
 
 
 def _head(layout: Layout, node: int, what: str) -> str:
