@@ -1,4 +1,4 @@
-# An inference service; with EXTRAS=inference,sglang also the SGLang engine.
+# An inference service, with the torch engine.
 # Build at the root of the checkout: docker build -f deploy/docker/inference.Dockerfile -t millrace-inference .
 # BASE_IMAGE: any with Python 3.11 or newer and useradd. PIP_INDEX_URL, PIP_EXTRA_INDEX_URL: where packages come from.
 ARG BASE_IMAGE=python:3.11.13-slim-bookworm
