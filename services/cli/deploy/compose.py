@@ -115,6 +115,7 @@ def _service(layout: Layout, process: ProcessSpec, context: str) -> Service:
         service["init"] = True  # the others have that of the pod
     if kind in ("inference", "trainer"):
         service |= {"ipc": f"service:{POD}", "pid": f"service:{POD}"}
+        service["depends_on"]["orchestrator"] = {"condition": "service_started"}  # itself only after the warm start
     if kind == "orchestrator" and layout.recipe.warm_start:
         service["depends_on"][WARM_START] = {"condition": "service_completed_successfully"}
     return service

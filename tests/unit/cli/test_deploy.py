@@ -14,13 +14,14 @@ import yaml
 
 from services.cli.deploy.command import deploy
 from services.cli.deploy.layout import lay_out
-from services.common.config.loading import load_recipe
+from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 TWO_NODES = REPOSITORY / "recipes" / "code-multi-agent" / "qwen3-8b-codegen-verifier-m2po-full-2node"
 TIER_0 = "envgateway.sandbox.allow_tier_0=true"
+FIXED_PORTS = {"orchestrator.port": 50050, "envgateway.port": 50080}
 ONE_NODE = sorted(
     file.parent for file in (REPOSITORY / "recipes").glob("**/recipe.yaml") if "2node" not in file.parent.name
 )
@@ -163,6 +164,24 @@ def test_the_script_of_a_node_starts_its_processes_and_stops_the_gateway_when_th
 def test_a_process_that_fails_ends_its_node_with_its_code(tmp_path: Path) -> None:
     done = run_node(tmp_path, '[ "$5" = inference-a ] && exit 7\nexec sleep 60')
     assert done.returncode == 7 and "inference-a ended with 7" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_warm_start_alone_makes_what_an_orchestrator_without_torch_needs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.cli", "start", "recipes/quickstart", "warm-start"]
+    settings = ["warm_start.model0.steps=0", *(f"{name}={port}" for name, port in FIXED_PORTS.items())]
+    command += [part for setting in settings for part in ("--set", setting)]
+    environment = {**os.environ, "RUN_DIR": str(tmp_path / "mine")}
+    checkpoint = tmp_path / "mine" / "warm_start" / "model0" / "config.json"
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append(checkpoint.stat().st_mtime_ns)
+    assert seen[0] == seen[1], "the second time it was made again"
+    assert load_resolved(tmp_path / "mine").run.id == "mine"
 
 
 def test_the_layout_is_the_recipe() -> None:
