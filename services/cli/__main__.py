@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -167,7 +167,11 @@ def resolve(
 def start(
     recipe: RecipeArgument,
     process: Annotated[
-        str, typer.Argument(help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them.")
+        str,
+        typer.Argument(
+            help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them; or warm-start, which "
+            "makes the run directory and the starting checkpoints and ends."
+        ),
     ],
     set_: SetOption = None,
     profile: ProfileOption = None,
@@ -185,6 +189,23 @@ def start(
     from services.cli.start import start as start_process
 
     start_process(load_with_profile(recipe, set_ or (), profile), process, run_dir, console)
+
+
+@app.command()
+def deploy(
+    recipe: RecipeArgument,
+    target: Annotated[
+        Literal["compose", "scripts"],
+        typer.Option(help="`compose`: containers on one machine. `scripts`: processes on every node of the recipe."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write to.")] = Path("deploy"),
+    set_: SetOption = None,
+) -> None:
+    """Write the compose files or the launch scripts of a recipe, from the resolved recipe (docs/deploy.md)."""
+    from services.cli.deploy.command import deploy as write_deployment
+
+    for path in write_deployment(recipe, target, output, set_ or ()):
+        console.print(str(path), highlight=False, soft_wrap=True)
 
 
 @app.command()

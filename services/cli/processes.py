@@ -15,17 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.cli.plan import ProcessSpec
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.process import DIE_WITH_PARENT
+from services.common.rpc.health import is_serving
 
 log = structlog.get_logger()
 
-HEALTH_DEADLINE_S = 2.0
 POLL_S = 0.1
 
 
@@ -143,18 +141,6 @@ class Processes:
         text = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         words = "\n".join(f"    {line}" for line in text[-lines:]) or "    (it wrote nothing)"
         return f"  last lines of {path}:\n{words}"
-
-
-def is_serving(address: str) -> bool:
-    """Whether the health service at an address says SERVING."""
-    with grpc.insecure_channel(address) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S
-            )
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def children_cpu_seconds() -> float:

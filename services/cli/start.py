@@ -19,14 +19,16 @@ from services.cli.errors import Interrupted
 from services.cli.launch_checks import missing_data
 from services.cli.nodes import host_of_node_0, needs_tunnel, require_port, tunnel
 from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
-from services.cli.processes import Processes, is_serving
+from services.cli.processes import Processes
 from services.cli.run import warm_start
 from services.cli.signals import StopSignal
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
 from services.common.logs import configure
+from services.common.rpc.health import is_serving
 
+WARM_START = "warm-start"
 POLL_S = 0.5
 ORCHESTRATOR_WAIT_S = 3600.0
 
@@ -54,7 +56,9 @@ def start(
     Raises:
         ConfigError: no such process, a port nobody can know, or node 0 is not named.
     """
-    if process == "orchestrator":
+    if process == WARM_START:
+        _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
+    elif process == "orchestrator":
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _make_run(recipe, directory, console)
         _become(_planned(load_resolved(directory), directory, process))

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.plan import ProcessSpec
-from services.cli.processes import Processes, is_serving
+from services.cli.processes import Processes
 from services.common.errors import DeadlineError, InfrastructureError
+from services.common.rpc.health import is_serving
 
 SERVING = """
 import sys, time

@@ -1,0 +1,93 @@
+"""The launch scripts of a recipe: one for each process, and one for each node that starts and stops what belongs to it."""
+
+from __future__ import annotations
+
+import shlex
+
+from services.cli.deploy.layout import Layout, settings, written_by
+from services.cli.nodes import HOST_VARIABLE
+
+_HEAD = """\
+#!/usr/bin/env bash
+# {what}
+# Written, not edited: {written_by} -o DIR
+# Variables: {variables}.
+set -euo pipefail
+"""
+_COMMON = "MILLRACE_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
+
+_PROCESS = """\
+cd "${{MILLRACE_HOME:-.}}"
+export {ports}
+exec "${{PYTHON:-python}}" -m services.cli start {arguments} "$@"
+"""
+
+# Its orchestrator ends when the run is over. The others then leave by themselves, but for the gateway, which is stopped.
+_NODE = """\
+names=({names})
+here="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
+declare -A name_of
+stop() {{ # EXIT CODE
+  trap '' TERM INT
+  [ "${{#name_of[@]}}" -eq 0 ] || kill -TERM "${{!name_of[@]}}" 2>/dev/null || true
+  wait
+  exit "$1"
+}}
+trap 'stop 143' TERM INT
+for name in "${{names[@]}}"; do
+  "$here/node{node}-$name.sh" "$@" &
+  name_of[$!]="$name"
+done
+while [ "${{#name_of[@]}}" -gt 0 ]; do
+  code=0
+  wait -n -p ended "${{!name_of[@]}}" || code=$?
+  if [ "$ended" = "${{grace:-}}" ]; then stop 0; fi
+  name="${{name_of[$ended]}}"
+  unset "name_of[$ended]"
+  if [ "$code" -ne 0 ]; then
+    echo "$name ended with $code; stopping what else was started here" >&2
+    stop "$code"
+  fi
+  if [ "$name" = orchestrator ]; then
+    sleep {grace} &
+    grace=$!
+    name_of[$grace]=grace
+  fi
+done
+"""
+
+
+def launch_scripts(layout: Layout) -> dict[str, str]:
+    """File name -> text, for every node of the recipe: ``node0.sh``, ``node0-orchestrator.sh``, ...
+
+    Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
+    """
+    files = {}
+    for node in layout.nodes:
+        names = [process.name for process in layout.processes(node)]
+        files[f"node{node}.sh"] = _node(layout, node, names)
+        files |= {f"node{node}-{name}.sh": _process(layout, node, name) for name in names}
+    return files
+
+
+def _process(layout: Layout, node: int, name: str) -> str:
+    arguments = shlex.join([layout.path, name, *settings(layout.overrides)])
+    ports = " ".join(f"{variable}={port}" for variable, port in layout.ports.items())
+    return _head(layout, node, f"Starts {name} of {layout.path}, which belongs to node {node}.") + _PROCESS.format(
+        ports=ports, arguments=arguments
+    )
+
+
+def _node(layout: Layout, node: int, names: list[str]) -> str:
+    what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
+    grace = f"{layout.recipe.launch.stop_grace_s:g}"
+    return _head(layout, node, what) + _NODE.format(names=" ".join(names), node=node, grace=grace)
+
+
+def _head(layout: Layout, node: int, what: str) -> str:
+    variables = _COMMON
+    if node != 0:
+        variables = f"{HOST_VARIABLE} (node 0 as this node's ssh reaches it; required), {variables}"
+    if layout.needs_data():
+        variables += ", MILLRACE_DATA_ROOT (folder of local datasets)"
+    return _HEAD.format(what=what, written_by=written_by(layout, "scripts"), variables=variables)

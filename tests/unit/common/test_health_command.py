@@ -1,0 +1,49 @@
+"""The command that containers are checked with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.aio import deadline
+from services.common.rpc.health import main
+from services.common.rpc.server import Server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=0)
+    await server.start()
+    yield server
+    await server.stop(0.0)
+
+
+async def ask(*addresses: str) -> int:
+    import asyncio
+
+    async with deadline(30.0, "the health command"):
+        return await asyncio.to_thread(
+            lambda: (
+                subprocess.run(
+                    [sys.executable, "-m", "services.common.rpc.health", *addresses], check=False, capture_output=True
+                ).returncode
+            )
+        )
+
+
+async def test_it_succeeds_once_the_service_is_ready(server: Server) -> None:
+    assert await ask(server.address) == 1
+    server.set_ready()
+    assert await ask(server.address) == 0
+
+
+def test_it_fails_where_nobody_listens(unused_tcp_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"127.0.0.1:{unused_tcp_port}"]) == 1
+    assert "does not say SERVING" in capsys.readouterr().err
+
+
+def test_without_an_address_it_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2 and "usage" in capsys.readouterr().err
