@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from services.common.chat import Chat
 from services.common.config.services import EndpointConfig
-from services.common.types import Sampling
+from services.common.types import Sampling, Segment
 from services.inference.endpoint.server import SESSION_HEADER, EndpointServer
 from services.inference.engine.base import Engine, Generation, GenerationRequest
 from services.inference.gauges import WaitShares
@@ -93,7 +93,7 @@ def context_of(policy: ServedPolicy, server: EndpointServer, **gateway: Any) -> 
     return WorkflowContext(
         policies={POLICY: client},
         gateway=FakeGateway(**gateway),
-        sampling=Sampling(max_new_tokens=24),
+        sampling=Sampling(max_new_tokens=200),
         seed=1,
         endpoint=server,
     )
@@ -130,7 +130,9 @@ async def play_tools(client: AsyncOpenAI, turns: int, question: str = "go", **re
 def mismatches(said: Sequence[tuple[GenerationRequest, Generation]], session: CapturedSession) -> int:
     """Trained tokens, prompts and log-probabilities that are not exactly what the engine was given and gave."""
     wrong = 0
-    by_prompt = {request.prompt_ids: generation for request, generation in said}
+    by_prompt: dict[tuple[int, ...], list[list[Any]]] = {}  # several may have been asked the same
+    for request, generation in said:
+        by_prompt.setdefault(request.prompt_ids, []).append(_pairs(generation.segments))
     num_turns = 0
     for sequence in session.sequences(0.0):
         ids: list[int] = []
@@ -141,15 +143,14 @@ def mismatches(said: Sequence[tuple[GenerationRequest, Generation]], session: Ca
                 continue
             if turn:
                 num_turns += 1
-                generation = by_prompt.get(tuple(ids))
-                flat = [list(zip(s.token_ids.tolist(), s.logprobs.tolist(), strict=True)) for s in turn]
-                given = [
-                    list(zip(s.token_ids.tolist(), s.logprobs.tolist(), strict=True))
-                    for s in (generation.segments if generation else ())
-                ]
-                wrong += flat != given
+                given = by_prompt.get(tuple(ids), [])
+                wrong += _pairs(turn) not in given
                 ids += [t for s in turn for t in s.token_ids.tolist()]
                 turn = []
             if segment is not None:
                 ids += segment.token_ids.tolist()
     return wrong + abs(num_turns - len(said))
+
+
+def _pairs(segments: Sequence[Segment]) -> list[Any]:
+    return [list(zip(s.token_ids.tolist(), s.logprobs.tolist(), strict=True)) for s in segments]
