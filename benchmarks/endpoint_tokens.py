@@ -61,7 +61,7 @@ TOOLS: list[Any] = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="at most a minute")
-    parser.add_argument("--conversations", type=int, default=500, help="each of %d turns" % TURNS)
+    parser.add_argument("--conversations", type=int, default=500, help=f"each of {TURNS} turns")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     repeats = 8 if options.quick else 30
@@ -109,8 +109,7 @@ class _Recorded:
 
 async def _conversations(folder: Path, count: int) -> dict[str, int]:
     model = load_model(folder, "float32")
-    weights = {name: tensor.clone() for name, tensor in named_weights(model)} if False else dict(named_weights(model))
-    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    weights = {name: tensor.clone() for name, tensor in dict(named_weights(model)).items()}
     engine = TorchEngine(model, num_slots=AT_ONCE, context_length=CONTEXT)
     recorded = _Recorded(engine)
     chat = Chat(load_tokenizer(folder))
@@ -180,7 +179,9 @@ async def _play(server: EndpointServer, session_id: str, number: int, transport:
             messages.append({"role": "tool", "tool_call_id": f"{turn}", "content": f"result {turn} of {number}"})
 
 
-def _compare(said: Sequence[tuple[GenerationRequest, Generation]], session: CapturedSession) -> tuple[int, int, set[int]]:
+def _compare(
+    said: Sequence[tuple[GenerationRequest, Generation]], session: CapturedSession
+) -> tuple[int, int, set[int]]:
     """Turns that differ, trained tokens, and their versions."""
     asked: dict[tuple[int, ...], Generation] = {request.prompt_ids: generation for request, generation in said}
     wrong, turns, tokens = 0, 0, 0
