@@ -103,7 +103,12 @@ def with_free_ports(recipe: Recipe) -> Recipe:
 
 def ports_in_use(recipe: Recipe) -> list[str]:
     """The settings whose port somebody else holds on this machine, node 0, with what to do."""
-    elsewhere = {f"inference.{name}.port" for name, service in recipe.inference.items() if service.node != 0}
+    elsewhere = {
+        f"inference.{name}.{port}"
+        for name, service in recipe.inference.items()
+        if service.node != 0
+        for port in ("port", "endpoint.port")
+    }
     problems = []
     for where, port in recipe.ports():
         if port and where not in elsewhere and not is_free(port):

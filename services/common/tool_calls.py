@@ -1,4 +1,4 @@
-"""Reading a Hermes tool call out of an assistant turn. Pure functions of text."""
+"""Reading Hermes tool calls out of an assistant turn. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ def find_call(text: str) -> str | MalformedCall | None:
     if not closed:
         return MalformedCall(error="a tool_call tag is opened and not closed")
     return content
+
+
+def split_calls(text: str) -> tuple[str, list[str]]:
+    """The text without its calls, and what stands between each pair of tags. A tag that is not closed stays text.
+
+    >>> split_calls("I look. <tool_call>a</tool_call><tool_call>b</tool_call>")
+    ('I look. ', ['a', 'b'])
+    """
+    said: list[str] = []
+    calls: list[str] = []
+    rest = text
+    while True:
+        before, found, after = rest.partition(OPEN)
+        content, closed, behind = after.partition(CLOSE)
+        if not (found and closed):
+            return "".join([*said, rest]), calls
+        said.append(before)
+        calls.append(content)
+        rest = behind
 
 
 def parse_json_call(content: str) -> ToolCall | MalformedCall:

@@ -72,7 +72,14 @@ async def run_replica(
     emissions, waits = EmissionLog(), WaitShares(config.num_slots)
     gateway = GatewayClient(waits)
     policies: dict[str, LoadedPolicy] = {}
+    endpoint = None
+    if config.endpoint.port is not None:
+        from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
+
+        endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
     try:
+        if endpoint is not None:
+            await endpoint.start()
         for policy in config.policies or settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
             policies[policy] = await asyncio.to_thread(load_policy, policy, settings, config, emissions.on_tokens)
@@ -93,6 +100,7 @@ async def run_replica(
                 num_slots=config.num_slots,
                 infra_retries=settings.recipe.rollout.infra_retries,
                 waits=waits,
+                endpoint=endpoint,
             )
             replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
             weights_address = server.address if relays else ""
@@ -110,6 +118,8 @@ async def run_replica(
             )
             await _serve(replica, player, sender, pool, policies, server)
     finally:
+        if endpoint is not None:
+            await endpoint.stop()
         await gateway.stop()
         for loaded in policies.values():
             await loaded.served.engine.stop()

@@ -16,6 +16,8 @@ def replica_config(recipe: Recipe, name: str, port: int | None = None, num_slots
     known = name in recipe.inference
     config = recipe.inference[name] if known else next(iter(recipe.inference.values()))
     changes: dict[str, Any] = {} if known else {"port": 0}
+    if not known and config.endpoint.port is not None:
+        changes["endpoint"] = config.endpoint.model_copy(update={"port": 0})
     if port is not None:
         changes["port"] = port
     if num_slots is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.common.chat import Chat
 from services.common.types import Sampling
-from services.inference.engine.base import Engine, Generation, GenerationRequest
+from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
 from services.inference.gauges import WaitShares
 from services.inference.scripts.base import Scene, ScriptBook
 
@@ -56,7 +56,9 @@ class RolloutPolicy:
     def context_length(self) -> int:
         return self._policy.context_length
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None
+    ) -> Generation:
         number = self._num_requests
         self._num_requests += 1
         request = GenerationRequest(
@@ -64,8 +66,9 @@ class RolloutPolicy:
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             stop_token_ids=self._policy.chat.stop_token_ids,
-            seed=(self._seed + number) & _SEED_MASK,
+            seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
             forced_ids=self._words_to_say(prompt_ids),
+            watch=watch,
         )
         began = time.perf_counter()
         try:

@@ -36,7 +36,7 @@ from services.common.types import Purpose, RolloutFailure, TaskGroupOrder, Traje
 from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Scene
-from services.inference.workflows.base import Gateway, Outcome, Workflow, WorkflowContext
+from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +80,7 @@ class RolloutPlayer:
         num_slots: int,
         infra_retries: int,
         waits: WaitShares | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         self._workflows = workflows
         self._policies = policies
@@ -89,6 +90,7 @@ class RolloutPlayer:
         self._num_slots = num_slots
         self._infra_retries = infra_retries
         self._waits = waits or WaitShares(num_slots)
+        self._endpoint = endpoint
         self._slots = asyncio.Semaphore(num_slots)
         self._groups: dict[str, dict[int, asyncio.Task[None]]] = {}  # what is being played
         self._tasks: set[asyncio.Task[None]] = set()  # these, and cancelled ones that still clean up
@@ -240,7 +242,12 @@ class RolloutPlayer:
             if not order.policies or name in order.policies
         }
         context = WorkflowContext(
-            policies=policies, gateway=self._gateway, sampling=order.sampling, seed=seed, purpose=order.purpose
+            policies=policies,
+            gateway=self._gateway,
+            sampling=order.sampling,
+            seed=seed,
+            purpose=order.purpose,
+            endpoint=self._endpoint,
         )
         outcome = await self._workflows[order.purpose].run(order.task, context)
         _check_outcome(outcome, order.required_versions)

@@ -181,6 +181,11 @@ class Recipe(Section):
         """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
         ports = [("orchestrator.port", self.orchestrator.port)]
         ports += [(f"inference.{name}.port", service.port) for name, service in self.inference.items()]
+        ports += [
+            (f"inference.{name}.endpoint.port", service.endpoint.port)
+            for name, service in self.inference.items()
+            if service.endpoint.port is not None
+        ]
         if self.envgateway:
             ports.append(("envgateway.port", self.envgateway.port))
         for name, policy in self.policies.items():

@@ -67,6 +67,13 @@ class ForcedEngineConfig(Section):
     """Seeds the script together with `run.seed`."""
 
 
+class EndpointConfig(Section):
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """HTTP port of the OpenAI-compatible endpoint, on loopback; 0 takes a free one, null serves none."""
+    body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    """A larger request is refused."""
+
+
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
     """Bind address. Only loopback is allowed."""
@@ -101,6 +108,8 @@ class InferenceConfig(Section):
     """Settings of the forced engine."""
     sglang: SglangConfig = SglangConfig()
     """Settings of the SGLang engines."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """The OpenAI-compatible endpoint, for the workflow `external_agent`."""
 
 
 class WarmStartConfig(Section):

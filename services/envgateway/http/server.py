@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from services.common.config.envgateway import HttpConfig
-from services.envgateway.http.listener import Listener
+from services.common.http.listener import Listener
 from services.envgateway.http.schema import (
     BatchSubmission,
     UnreadableBodyError,

@@ -7,8 +7,8 @@ from aiohttp import web
 from services.common.aio import TaskOwner
 from services.common.config.environments import TaskServerConfig
 from services.common.errors import ConfigError
+from services.common.http.listener import Listener
 from services.envgateway.episodes import EpisodeManager
-from services.envgateway.http.listener import Listener
 from services.envgateway.taskserver.adapter import AdapterProtocol
 from services.envgateway.taskserver.classic import ClassicProtocol
 from services.envgateway.taskserver.conversations import Conversations

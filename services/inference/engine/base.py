@@ -10,11 +10,14 @@ log-probability equals a plain forward pass of the version named on its segment.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.common.types import Sampling, Segment
 from services.inference.engine.weight_update import WeightUpdate
+
+Watch = Callable[[int], bool]  # is told each token as it is sampled; True ends the generation with that token
 
 
 class FinishReason(enum.StrEnum):
@@ -41,6 +44,9 @@ class GenerationRequest:
     seed: int | None = None
     forced_ids: tuple[int, ...] | None = None
     """What to say instead of sampling, one token per decoding step. The forced engine asks for it, others refuse it."""
+    watch: Watch | None = field(default=None, compare=False)
+    """Called in the engine's thread, so it must be quick. An engine that cannot call it leaves it out: whoever watches
+    looks at the finished generation for what it was not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

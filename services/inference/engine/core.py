@@ -79,6 +79,7 @@ class Core:
         self._waiting: deque[Entry] = deque()
         self._rows: list[Entry | None] = [None] * table.num_slots
         self._by_id: dict[str, Entry] = {}
+        self._watched: dict[str, Entry] = {}  # of these, the requests that somebody watches
 
     # -- what the owner may ask between two steps --------------------------------------------------------------
 
@@ -96,6 +97,8 @@ class Core:
             entry.done(InvalidRequestError(f"request {request_id!r} is already being generated"))
             return
         self._by_id[request_id] = entry
+        if entry.request.watch is not None:
+            self._watched[request_id] = entry
         self._waiting.append(entry)
 
     def abort(self, request_id: str) -> None:
@@ -168,6 +171,11 @@ class Core:
                 entry = self._rows[slot]
                 assert entry is not None
                 self._finish(entry, reason)
+        # What ended for another reason above is not told its last token: the result has it.
+        for entry in [entry for entry in self._watched.values() if entry.slot >= 0]:
+            last = int(table.tokens[entry.slot, table.length[entry.slot] - 1])
+            if entry.request.watch is not None and entry.request.watch(last):
+                self._finish(entry, FinishReason.STOP)
 
     def _admit(self) -> None:
         table = self.table
@@ -276,6 +284,7 @@ class Core:
 
     def _release(self, entry: Entry) -> None:
         del self._by_id[entry.request.request_id]
+        self._watched.pop(entry.request.request_id, None)
         if entry.slot < 0:
             self._waiting.remove(entry)
         else:

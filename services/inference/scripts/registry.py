@@ -15,6 +15,7 @@ SCRIPTS: dict[str, str] = {
     "actor_verifier": "services.inference.scripts.checkers:solve_and_verify",
     "agent_env": "services.inference.scripts.episodes:act",
     "codegen_verifier": "services.inference.scripts.checkers:write_and_test",
+    "external_agent": "services.inference.scripts.single_turn:speak",
     "single_turn": "services.inference.scripts.single_turn:speak",
     "tool_math": "services.inference.scripts.tools:call_and_answer",
     "tool_use": "services.inference.scripts.tools:call_and_answer",

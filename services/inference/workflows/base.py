@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -19,7 +20,7 @@ from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.common.types import Purpose, Sampling, Task
 from services.common.types import Sequence as TokenSequence
-from services.inference.engine.base import Generation
+from services.inference.engine.base import Generation, Watch
 
 
 class PolicyClient(Protocol):
@@ -34,8 +35,11 @@ class PolicyClient(Protocol):
     @property
     def context_length(self) -> int: ...
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Sample one continuation that ends at a stop token of the chat, the budget, or the context."""
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None
+    ) -> Generation:
+        """Sample one continuation that ends at a stop token of the chat, the budget, the context, or where ``watch``
+        says so. ``seed`` is instead of the rollout's own."""
         ...
 
 
@@ -152,6 +156,17 @@ class Gateway(Protocol):
         ...
 
 
+class Endpoint(Protocol):
+    """Where an agent outside reaches the policies of one rollout, by HTTP."""
+
+    @property
+    def base_url(self) -> str: ...
+
+    def opened(self, session: Any) -> AbstractContextManager[str]:
+        """Serve a ``CapturedSession`` under the id that this gives; at the end its calls are over."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowContext:
     """What one rollout may use."""
@@ -161,6 +176,7 @@ class WorkflowContext:
     sampling: Sampling
     seed: int  # of this slot, for whatever the workflow draws
     purpose: Purpose = Purpose.TRAIN
+    endpoint: Endpoint | None = None  # of this replica; None where it serves none
 
     def policy(self, name: str | None = None) -> PolicyClient:
         """The named policy; without a name, the only one."""

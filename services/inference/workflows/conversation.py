@@ -14,7 +14,7 @@ from services.common.chat import Message
 from services.common.errors import InfrastructureError, PromptTooLongError
 from services.common.types import Sampling, Segment, StopReason
 from services.common.types import Sequence as TokenSequence
-from services.inference.engine.base import FinishReason
+from services.inference.engine.base import FinishReason, Generation, Watch
 from services.inference.workflows.base import PolicyClient
 
 
@@ -66,16 +66,28 @@ class Conversation:
 
     async def generate(self) -> Turn:
         """Let the policy take a turn."""
-        generation = await self._policy.generate(self._ids, self._turn_sampling())
-        if generation.finish_reason is FinishReason.ABORTED:
-            raise InfrastructureError("the engine aborted a generation that nobody here cancelled")
+        generation = await self.sample(self._sampling)
+        self.take(generation)
         sampled = generation.token_ids
-        self._ids += sampled
-        self._segments += generation.segments
-        self.num_turns += 1
-        self.num_sampled += len(sampled)
         ended = generation.finish_reason is FinishReason.STOP
         return Turn(text=self._chat.decode(sampled), num_tokens=len(sampled), ended=ended)
+
+    async def sample(self, sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None) -> Generation:
+        """What the policy says next, within what the conversation has room for; not part of it until it is taken."""
+        generation = await self._policy.generate(self._ids, self._within_room(sampling), watch=watch, seed=seed)
+        if generation.finish_reason is FinishReason.ABORTED:
+            raise InfrastructureError("the engine aborted a generation that nobody here cancelled")
+        return generation
+
+    def take(self, generation: Generation) -> None:
+        """Make a sampled turn, or the beginning of one, part of the conversation."""
+        num_tokens = 0
+        for segment in generation.segments:
+            self._ids += segment.token_ids.tolist()
+            num_tokens += segment.num_tokens
+        self._segments += generation.segments
+        self.num_turns += 1
+        self.num_sampled += num_tokens
 
     def add(self, *messages: Message) -> bool:
         """Append what the environment answers; False, and nothing appended, when no token could follow it."""
@@ -85,6 +97,12 @@ class Conversation:
         self._ids += ids
         self._segments.append(Segment.environment(ids))
         return True
+
+    def take_back(self) -> None:
+        """Undo the last ``add``, when no turn followed it."""
+        added = self._segments.pop()
+        assert not added.is_policy and self._segments, "there is nothing to take back"
+        del self._ids[len(self._ids) - added.num_tokens :]
 
     def sequence(
         self,
@@ -106,8 +124,12 @@ class Conversation:
             metrics={"turns": float(self.num_turns), "response_tokens": float(self.num_sampled), **(metrics or {})},
         )
 
-    def _turn_sampling(self) -> Sampling:
+    @property
+    def num_tokens(self) -> int:
+        return len(self._ids)
+
+    def _within_room(self, sampling: Sampling) -> Sampling:
         room = self._limit - len(self._ids)
-        if room >= self._sampling.max_new_tokens:
-            return self._sampling
-        return replace(self._sampling, max_new_tokens=room, min_new_tokens=min(room, self._sampling.min_new_tokens))
+        if room >= sampling.max_new_tokens:
+            return sampling
+        return replace(sampling, max_new_tokens=room, min_new_tokens=min(room, sampling.min_new_tokens))

@@ -20,6 +20,7 @@ WORKFLOWS: dict[str, str] = {
     "actor_verifier": "services.inference.workflows.actor_verifier:ActorVerifier",
     "agent_env": "services.inference.workflows.agent_env:AgentEnv",
     "codegen_verifier": "services.inference.workflows.codegen_verifier:CodegenVerifier",
+    "external_agent": "services.inference.workflows.external_agent:ExternalAgent",
     "single_turn": "services.inference.workflows.single_turn:SingleTurn",
     "tool_math": "services.inference.workflows.tool_math:ToolMath",
     "tool_use": "services.inference.workflows.tool_use:ToolUse",
@@ -54,7 +55,18 @@ def build_workflows(recipe: Recipe) -> dict[Purpose, Workflow]:
     _check_policies(
         evaluation, recipe.evaluation_compositions(), recipe, "evaluation.workflow" if section else "workflow"
     )
+    if any(getattr(workflow, "needs_endpoint", False) for workflow in (training, evaluation)):
+        _check_endpoints(recipe)
     return {Purpose.TRAIN: training, Purpose.EVALUATION: evaluation}
+
+
+def _check_endpoints(recipe: Recipe) -> None:
+    for name, service in recipe.inference.items():
+        if service.endpoint.port is None:
+            raise ConfigError(
+                f"inference.{name}.endpoint.port is null, and the workflow's agents reach the policies through the "
+                "endpoint: write a port there, or 0 for a free one"
+            )
 
 
 def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], recipe: Recipe, where: str) -> None:

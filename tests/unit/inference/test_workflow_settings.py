@@ -37,7 +37,11 @@ def test_every_built_in_workflow_is_built_from_its_defaults(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("tool_user", {}, "write one of actor_verifier, agent_env, codegen_verifier, single_turn, tool_math, tool_use"),
+        (
+            "tool_user",
+            {},
+            "write one of actor_verifier, agent_env, codegen_verifier, external_agent, single_turn, tool_",
+        ),
         ("no.such.module:Workflow", {}, "no module"),
         ("services.inference.workflows.tools:PythonWithStandardIo", {}, "is no workflow"),
         ("tool_use", {"max_turn": 3}, r"workflow\.settings\.max_turn: unknown key; did you mean 'max_turns'"),

@@ -1,0 +1,1 @@
+"""Serving HTTP on loopback: what the services that do share."""

@@ -1,0 +1,83 @@
+"""An agent that is a program of its own: started, told its task, waited for, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+_KEPT_BYTES = 64 * 1024  # of the end of each output
+_LINE_BYTES = 16 * 1024
+_SHOWN_CHARACTERS = 2000
+
+
+class AgentFailedError(RuntimeError):
+    """The agent failed, not the machinery under it: its rollout is a failure, and is not played again."""
+
+
+async def run_command(command: Sequence[str], task: Mapping[str, Any], base_url: str, session: str) -> float | None:
+    """The reward that the program prints as its last line, ``{"reward": 1.0}``, or None. Raises ``AgentFailedError``.
+
+    Cancelled, it ends the program and all that it started.
+    """
+    environment = {
+        **os.environ,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": session,  # of the endpoint; it is the session, for clients that send no other header
+        "MILLRACE_SESSION": session,
+    }
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentFailedError(f"the agent {command[0]} cannot be started: {error.strerror}") from None
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_tell(process.stdin, orjson.dumps(dict(task)) + b"\n"))
+            out = group.create_task(_end_of(process.stdout))
+            err = group.create_task(_end_of(process.stderr))
+        code = await process.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()  # ends: it was killed
+    if code:
+        said = err.result().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+        raise AgentFailedError(f"the agent {command[0]} ended with code {code}: {said or 'it wrote no error'}")
+    return _reward_in(out.result())
+
+
+def _reward_in(output: bytes) -> float | None:
+    lines = output.strip().splitlines()
+    try:
+        last = orjson.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    reward = last.get("reward") if isinstance(last, dict) else None
+    return float(reward) if isinstance(reward, (int, float)) else None
+
+
+async def _tell(pipe: asyncio.StreamWriter, text: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
+        pipe.write(text)
+        await pipe.drain()
+        pipe.close()
+
+
+async def _end_of(pipe: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while piece := await pipe.read(_LINE_BYTES):
+        kept = (kept + piece)[-_KEPT_BYTES:]
+    return kept

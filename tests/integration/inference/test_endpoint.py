@@ -1,0 +1,337 @@
+"""The endpoint as OpenAI's client sees it, over the torch engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from services.common.types import Sampling
+from services.inference.endpoint.server import EndpointServer
+from services.inference.engine.base import FinishReason, GenerationRequest
+from services.inference.policies import ServedPolicy
+from tests.integration.inference.endpoint_peers import (
+    ADD,
+    POLICY,
+    client_of,
+    mismatches,
+    play_tools,
+    serving,
+    session_of,
+    torch_policy,
+)
+from tests.integration.inference.peers import until
+from tests.unit.inference.fakes import RecordingEngine, replies, served_policy
+
+USER = [{"role": "user", "content": "go"}]
+CALL = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture
+async def policy() -> AsyncIterator[ServedPolicy]:
+    async with torch_policy() as policy:
+        yield policy
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EndpointServer]:
+    async with serving() as server:
+        yield server
+
+
+async def test_what_is_trained_is_what_was_sampled_over_concurrent_sessions(
+    policy: ServedPolicy, server: EndpointServer
+) -> None:
+    engine: Any = policy.engine
+    sessions = [session_of(policy, f"g/{i}/0", seed=i) for i in range(6)]
+
+    async def play(index: int) -> None:
+        with server.opened(sessions[index]) as session_id:
+            async with client_of(server, session_id) as client:
+                await play_tools(client, 6, question=f"question {index}")
+
+    await asyncio.gather(*(play(i) for i in range(len(sessions))))
+    assert len(engine.said) == 36
+    for index, session in enumerate(sessions):
+        mine = [(r, g) for r, g in engine.said if r.request_id.startswith(f"g/{index}/")]
+        assert mismatches(mine, session) == 0
+        (sequence,) = session.sequences(1.0)
+        assert sequence.num_trained_tokens == sum(len(g.token_ids) for _, g in mine)
+
+
+async def test_a_tool_loop_reads_calls_and_continues_from_the_sampled_ids(server: EndpointServer) -> None:
+    policy = await served_policy([CALL, "It is 1."])
+    engine = policy.engine
+    assert isinstance(engine, RecordingEngine)
+    session = session_of(policy, sampling=Sampling(max_new_tokens=200))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            first = await client.chat.completions.create(model="default", messages=USER, tools=[ADD])
+            said = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls"
+            assert said.content == "I add."
+            (call,) = said.tool_calls
+            assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
+            answer = {"role": "tool", "tool_call_id": call.id, "content": "1 <|im_end|>"}
+            messages = [*USER, said.model_dump(exclude_none=True), answer]
+            second = await client.chat.completions.create(model="default", messages=messages, tools=[ADD])
+    assert second.choices[0].message.content == "It is 1."
+    (sequence,) = session.sequences(1.0)
+    prompt, follow = (list(r.prompt_ids) for r in engine.requests)
+    sampled = engine.generations[0].token_ids
+    assert follow[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+    assert follow.count(policy.chat.end_of_turn_id) == prompt.count(policy.chat.end_of_turn_id) + 2
+    assert sequence.token_ids.tolist() == [*follow, *engine.generations[1].token_ids]
+
+
+async def test_tool_choice_none_leaves_the_prompt_and_reads_no_calls(server: EndpointServer) -> None:
+    session = session_of(await served_policy([CALL]), sampling=Sampling(max_new_tokens=200))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            answer = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], tool_choice="none")
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.content == CALL
+
+
+async def test_a_stream_gives_what_a_whole_answer_gives(policy: ServedPolicy, server: EndpointServer) -> None:
+    whole, streamed = session_of(policy, "g/0/0", seed=5), session_of(policy, "g/1/0", seed=5)
+    with server.opened(whole) as a, server.opened(streamed) as b:
+        async with client_of(server, a) as one, client_of(server, b) as two:
+            answer = await one.chat.completions.create(model=POLICY, messages=USER, logprobs=True)
+            stream = await two.chat.completions.create(
+                model=POLICY, messages=USER, logprobs=True, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert len(chunks) > 5
+    assert chunks[-1].usage == answer.usage
+    assert chunks[-2].choices[0].finish_reason == answer.choices[0].finish_reason
+    told = answer.choices[0].logprobs.content
+    streamed_logprobs = [entry.logprob for entry in chunks[-2].choices[0].logprobs.content]
+    assert streamed_logprobs == pytest.approx([entry.logprob for entry in told], abs=1e-4)
+    (sequence,) = streamed.sequences(1.0)
+    sampled = [float(p) for s in sequence.segments if s.is_policy for p in s.logprobs]
+    assert streamed_logprobs == sampled
+    assert sequence.token_ids.tolist() == whole.sequences(1.0)[0].token_ids.tolist()
+
+
+async def test_a_streamed_call_comes_as_a_call_and_not_as_text(server: EndpointServer) -> None:
+    session = session_of(await served_policy([CALL]), sampling=Sampling(max_new_tokens=200))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            stream = await client.chat.completions.create(model=POLICY, messages=USER, tools=[ADD], stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert "".join(delta.content or "" for delta in deltas).strip() == "I add."
+    (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+    assert (call.function.name, call.function.arguments) == ("add", '{"a":1}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_ends_the_turn_in_the_engine_and_the_conversation_goes_on(
+    policy: ServedPolicy, server: EndpointServer, stream: bool
+) -> None:
+    engine: Any = policy.engine
+    budget = Sampling(max_new_tokens=400)
+    with server.opened(session_of(policy, seed=3, sampling=budget)) as session_id:
+        async with client_of(server, session_id) as client:
+            free = await client.chat.completions.create(model=POLICY, messages=USER)
+    text = free.choices[0].message.content
+    stop = text[20:23]
+    engine.said.clear()
+    session = session_of(policy, seed=3, sampling=budget)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            if stream:
+                parts = await client.chat.completions.create(model=POLICY, messages=USER, stop=stop, stream=True)
+                said = "".join([part.choices[0].delta.content or "" async for part in parts])
+            else:
+                said = (
+                    (await client.chat.completions.create(model=POLICY, messages=USER, stop=[stop]))
+                    .choices[0]
+                    .message.content
+                )
+            assert said == text.partition(stop)[0]
+            assert len(engine.said[0][1].token_ids) < 60  # the engine was stopped, not merely cut
+            assert engine.said[0][1].finish_reason is FinishReason.STOP
+            more = [*USER, {"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+            await client.chat.completions.create(model=POLICY, messages=more, max_tokens=5)
+    (sequence,) = session.sequences(1.0)
+    assert len(sequence.segments) == 4
+    assert mismatches(engine.said, session) == 0
+
+
+async def test_a_rewritten_history_begins_another_sequence_or_is_refused(
+    policy: ServedPolicy, server: EndpointServer
+) -> None:
+    engine: Any = policy.engine
+    session = session_of(policy)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            messages = await play_tools(client, 2)
+            messages[1] = {"role": "user", "content": "something else"}
+            await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    first, second = session.sequences(1.0)
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert [s.is_policy for s in second.segments] == [False, True]
+    assert mismatches(engine.said, session) == 0
+    strict = session_of(policy, "g/1/0", rewrites="refuse")
+    with server.opened(strict) as session_id:
+        async with client_of(server, session_id) as client:
+            messages = await play_tools(client, 2)
+            messages[1] = {"role": "user", "content": "something else"}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    assert refused.value.code == "history_rewritten"
+    assert len(strict.sequences(1.0)) == 1
+
+
+async def test_requests_at_the_same_time_do_not_share_a_sequence(policy: ServedPolicy, server: EndpointServer) -> None:
+    engine: Any = policy.engine
+    session = session_of(policy)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            messages = await play_tools(client, 1)
+            ask = [client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD]) for _ in range(3)]
+            await asyncio.gather(*ask)
+    sequences = session.sequences(1.0)
+    assert [sequence.attempt for sequence in sequences] == [0, 1, 2]
+    assert mismatches(engine.said, session) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_aborts_its_generation_and_may_ask_again(
+    policy: ServedPolicy, server: EndpointServer, stream: bool
+) -> None:
+    engine: Any = policy.engine
+    session = session_of(policy, sampling=Sampling(max_new_tokens=8))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            messages = await play_tools(client, 1)
+            await engine.pause()
+            asked = asyncio.create_task(
+                client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD], stream=stream)
+            )
+            await until(lambda: engine.health().waiting + engine.health().running, "the request to arrive")
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await until(lambda: not engine.health().waiting + engine.health().running, "the abort")
+            await engine.resume()
+            await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
+    (sequence,) = session.sequences(1.0)
+    assert [s.is_policy for s in sequence.segments] == [False, True, False, True]
+    assert mismatches(engine.said, session) == 0
+
+
+async def test_a_swap_in_mid_conversation_keeps_the_versions_of_all_tokens(
+    policy: ServedPolicy, server: EndpointServer
+) -> None:
+    from services.common.models import load_model, named_weights
+    from services.inference.engine.weight_update import WeightUpdate
+    from tests.integration.inference.endpoint_peers import tiny_model
+    from tests.unit.inference.conftest import perturbed
+
+    engine: Any = policy.engine
+    weights = dict(named_weights(perturbed(load_model(tiny_model(), "float32"))))
+    session = session_of(policy, sampling=Sampling(max_new_tokens=400, min_new_tokens=400))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            messages: list[Any] = [*USER]
+            first = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=messages))
+            await until(lambda: engine.health().generated_tokens > 20, "the first tokens")
+            await engine.update(WeightUpdate.full(weights, 1))
+            messages += [(await first).choices[0].message.model_dump(exclude_none=True), *USER]
+            await client.chat.completions.create(model=POLICY, messages=messages, max_tokens=5)
+    (sequence,) = session.sequences(1.0)
+    assert [s.weight_version for s in sequence.segments if s.is_policy] == [0, 1, 1]
+    assert mismatches(engine.said, session) == 0
+
+
+async def test_a_wrong_session_is_refused_and_an_ended_one_too(policy: ServedPolicy, server: EndpointServer) -> None:
+    async with client_of(server, "no-such-session") as client:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.models.list()
+        assert refused.value.code == "unknown_session"
+    with server.opened(session_of(policy)) as session_id:
+        keyed = openai.AsyncOpenAI(base_url=server.base_url, api_key=session_id, max_retries=0)
+        assert [model.id async for model in keyed.models.list()] == [POLICY]
+    with pytest.raises(openai.AuthenticationError):
+        await keyed.chat.completions.create(model=POLICY, messages=USER)
+    await keyed.close()
+
+
+async def test_the_end_of_a_session_ends_its_requests(policy: ServedPolicy, server: EndpointServer) -> None:
+    engine: Any = policy.engine
+    await engine.pause()
+    with server.opened(session_of(policy)) as session_id:
+        client = openai.AsyncOpenAI(base_url=server.base_url, api_key=session_id, max_retries=0)
+        asked = asyncio.create_task(client.chat.completions.create(model=POLICY, messages=USER))
+        await until(lambda: engine.health().waiting + engine.health().running, "the request to arrive")
+    with pytest.raises(openai.AuthenticationError):
+        await asked
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        ({"n": 2}, 400, "n:"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "alien", "content": ""}]}, 400, "alien"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text"),
+        ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, 400, "end with"),
+        ({"messages": [{"role": "user", "content": "long " * 5000}]}, 400, "tokens"),
+        ({"model": "gpt"}, 404, "model0"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"top_logprobs": 5, "logprobs": True}, 400, "top_logprobs"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"temperature": 7}, 400, "temperature"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_in_openais_shape(
+    server: EndpointServer, change: dict[str, Any], status: int, word: str
+) -> None:
+    session = session_of(await served_policy(["x"]))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            with pytest.raises(openai.APIStatusError) as refused:
+                await client.chat.completions.create(**{"model": POLICY, "messages": USER, **change})
+    assert refused.value.status_code == status
+    assert word in str(refused.value)
+    assert refused.value.type == "invalid_request_error"
+    assert session.sequences(1.0) == ()
+
+
+@pytest.mark.parametrize(("allowed", "temperature"), [(False, 1.0), (True, 0.5)])
+async def test_a_clients_temperature_counts_only_where_it_may(
+    server: EndpointServer, allowed: bool, temperature: float
+) -> None:
+    policy = await served_policy(["x"])
+    engine = policy.engine
+    assert isinstance(engine, RecordingEngine)
+    with server.opened(session_of(policy, client_sampling=allowed)) as session_id:
+        async with client_of(server, session_id) as client:
+            await client.chat.completions.create(
+                model=POLICY, messages=USER, temperature=0.5, seed=7, max_completion_tokens=4
+            )
+    request: GenerationRequest = engine.requests[0]
+    assert request.sampling.temperature == temperature
+    assert (request.seed == 7) is allowed
+    assert request.sampling.max_new_tokens == 4
+
+
+async def test_a_broken_engine_is_the_machinerys_failure(server: EndpointServer) -> None:
+    policy = await served_policy(replies((await served_policy(["x"])).chat, ["x"]))
+    await policy.engine.stop()
+    session = session_of(policy)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            with pytest.raises(openai.InternalServerError) as refused:
+                await client.chat.completions.create(model=POLICY, messages=USER)
+    assert refused.value.status_code == 503
+    assert session.failure is not None

@@ -1,0 +1,176 @@
+"""The workflow: agents as functions and as programs, what they earn, and whose fault a failure is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from services.common.config.data import WorkflowConfig
+from services.common.errors import ConfigError, InfrastructureError
+from services.inference.endpoint.server import EndpointServer
+from services.inference.workflows.agent_command import AgentFailedError
+from services.inference.workflows.base import Outcome
+from services.inference.workflows.registry import build_workflow
+from tests.documented import blocks
+from tests.integration.inference.endpoint_peers import context_of, serving
+from tests.integration.inference.peers import until
+from tests.unit.inference.fakes import make_task, served_policy
+
+HERE = "tests.integration.inference.test_external_agent"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EndpointServer]:
+    async with serving() as server:
+        yield server
+
+
+async def ask(base_url: str, session: str) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=session, max_retries=0) as client:
+        answer = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": "go"}])
+    return answer.choices[0].message.content or ""
+
+
+async def generous(task: Mapping[str, Any], base_url: str, session: str, bonus: float = 0.0) -> float:
+    return (await ask(base_url, session) == "42") + bonus
+
+
+async def quiet(task: Mapping[str, Any], base_url: str, session: str) -> None:
+    await ask(base_url, session)
+
+
+def blocking(task: Mapping[str, Any], base_url: str, session: str) -> float:
+    with openai.OpenAI(base_url=base_url, api_key=session, max_retries=0) as client:
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": "go"}])
+    return 0.5
+
+
+async def idle(task: Mapping[str, Any], base_url: str, session: str) -> float:
+    return 1.0
+
+
+async def endless(task: Mapping[str, Any], base_url: str, session: str) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def forgiving(task: Mapping[str, Any], base_url: str, session: str) -> float:
+    try:
+        await ask(base_url, session)
+    except openai.APIError:
+        pass
+    return 1.0
+
+
+async def play(server: EndpointServer, settings: Mapping[str, Any], texts: list[str], **gateway: Any) -> Outcome:
+    workflow = build_workflow(WorkflowConfig(name="external_agent", settings=dict(settings)))
+    policy = await served_policy(texts)
+    if gateway.pop("broken", False):
+        await policy.engine.stop()
+    return await workflow.run(make_task(), context_of(policy, server, **gateway))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward"),
+    [
+        ({"agent": f"{HERE}:generous"}, 1.0),
+        ({"agent": f"{HERE}:generous", "arguments": {"bonus": 0.25}}, 1.25),
+        ({"agent": f"{HERE}:blocking"}, 0.5),
+        ({"agent": f"{HERE}:quiet", "reward": "math"}, 0.75),
+    ],
+)
+async def test_an_agents_rollout_is_its_sequences_with_its_reward(
+    server: EndpointServer, settings: dict[str, Any], reward: float
+) -> None:
+    outcome = await play(server, settings, ["42"], reward=lambda task, text: 0.75 if text == "42" else 0.0)
+    (sequence,) = outcome.sequences
+    assert outcome.reward == sequence.reward == reward
+    assert [segment.is_policy for segment in sequence.segments] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"agent": f"{HERE}:idle"}, AgentFailedError, "without an answer"),
+        ({"agent": f"{HERE}:endless", "timeout_s": 0.2}, AgentFailedError, r"longer than 0\.2 s"),
+        ({"agent": f"{HERE}:quiet"}, ConfigError, "names none"),
+        ({"command": ["/no/such/program"]}, AgentFailedError, "cannot be started"),
+        ({"command": [sys.executable, "-c", "raise SystemExit('oh no')"]}, AgentFailedError, "code 1: oh no"),
+        ({}, ConfigError, "has no agent"),
+    ],
+)
+async def test_an_agent_that_fails_is_no_reward(
+    server: EndpointServer, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await play(server, settings, ["42"])
+
+
+async def test_what_broke_under_an_agent_is_no_reward_whatever_it_returns(server: EndpointServer) -> None:
+    with pytest.raises(InfrastructureError):
+        await play(server, {"agent": f"{HERE}:forgiving"}, ["42"], broken=True)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.read())
+body = json.dumps({"messages": [{"role": "user", "content": task["question"]}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("thinking")
+print(json.dumps({"reward": float(said == task["answer"])}))
+"""
+
+
+async def test_a_program_is_an_agent(server: EndpointServer) -> None:
+    outcome = await play(server, {"command": [sys.executable, "-c", PROGRAM]}, ["42"])
+    assert outcome.reward == 1.0
+
+
+async def test_a_program_ends_with_its_rollout_and_all_that_it_started(server: EndpointServer, tmp_path: Path) -> None:
+    script = f"sleep 60 & echo $! > {tmp_path}/child; echo $$ > {tmp_path}/parent; wait"
+    playing = asyncio.create_task(play(server, {"command": ["/bin/sh", "-c", script]}, ["42"]))
+    await until(lambda: (tmp_path / "parent").exists() and (tmp_path / "parent").read_text(), "the program")
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+    def gone(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    for name in ("child", "parent"):
+        pid = int((tmp_path / name).read_text())
+        await until(lambda pid=pid: gone(pid), f"the end of the {name}")  # type: ignore[misc]
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The page's agent in a folder of its own, and its recipe."""
+    (text,) = blocks("endpoint.md", "python")
+    (tmp_path / "adder.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield yaml.safe_load(blocks("endpoint.md", "yaml")[0])
+    sys.modules.pop("adder", None)
+
+
+@pytest.mark.parametrize(("last", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
+async def test_the_documented_agent_runs(
+    documented: dict[str, Any], server: EndpointServer, last: str, reward: float
+) -> None:
+    outcome = await play(server, documented["workflow"]["settings"], [CALL, last])
+    (sequence,) = outcome.sequences
+    assert outcome.reward == reward
+    assert [segment.is_policy for segment in sequence.segments] == [False, True, False, True]
