@@ -6,6 +6,7 @@ Knows nothing about gRPC or services.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -43,6 +44,14 @@ def backoff(first_s: float = 0.1, longest_s: float = 5.0, factor: float = 2.0) -
     while True:
         yield delay * (0.5 + random.random() / 2)
         delay = min(longest_s, delay * factor)
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait for its end; what it raised is its reader's."""
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 class TaskOwner:

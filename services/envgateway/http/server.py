@@ -11,14 +11,15 @@ before a value, so that nothing between client and gateway takes the silence for
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import orjson
 from aiohttp import web
 
+from services.common.aio import ended
 from services.common.config.envgateway import HttpConfig
+from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
 from services.envgateway.http.schema import (
     BatchSubmission,
@@ -75,16 +76,16 @@ class HttpServer:
         await self._listener.stop()
 
     async def _ping(self, request: web.Request) -> web.Response:
-        return _json("pong")
+        return json_answer("pong")
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json({"queue": self._queue.num_waiting, "num_workers": self._queue.num_slots})
+        return json_answer({"queue": self._queue.num_waiting, "num_workers": self._queue.num_slots})
 
     def _single(self, with_output: bool) -> _Handler:
         async def handle(request: web.Request) -> web.Response:
             submission = await _read(request, read_submission)
             outcome = await self._submissions.run(submission, Lane.INTERACTIVE, self._config.queue_wait_s)
-            return _json(outcome.shown(with_output))
+            return json_answer(outcome.shown(with_output))
 
         return _for_client(handle)
 
@@ -92,7 +93,7 @@ class HttpServer:
         async def handle(request: web.Request) -> web.Response:
             batch = await _read(request, read_batch)
             outcomes = await self._submissions.run_all(batch.submissions, _lane(batch), self._config.queue_wait_s)
-            return _json(batch_answer(batch.sub_id, [outcome.shown(with_output) for outcome in outcomes]))
+            return json_answer(batch_answer(batch.sub_id, [outcome.shown(with_output) for outcome in outcomes]))
 
         return _for_client(handle)
 
@@ -108,7 +109,7 @@ class HttpServer:
                 while not (await asyncio.wait([running], timeout=_KEEP_ALIVE_S))[0]:
                     await response.write(b" ")
             finally:
-                await _ended(running)
+                await ended(running)
             outcomes = [outcome.shown(with_output) for outcome in running.result()]
             await response.write_eof(orjson.dumps(batch_answer(batch.sub_id, outcomes)))
             return response
@@ -127,7 +128,7 @@ def _for_client(handle: _Handler) -> _Handler:
             try:
                 return await handle(request)
             except UnreadableBodyError as error:
-                return _json({"detail": error.details}, status=422)
+                return json_answer({"detail": error.details}, status=422)
 
     return wrapped
 
@@ -139,15 +140,3 @@ def _lane(batch: BatchSubmission) -> Lane:
 async def _read(request: web.Request, reader: Callable[[bytes], Read]) -> Read:
     body = await request.read()
     return await asyncio.to_thread(reader, body) if len(body) > _LARGE_BODY else reader(body)
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait for its end; what it raised is its reader's."""
-    if not task.done():
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

@@ -18,9 +18,11 @@ import orjson
 import structlog
 from aiohttp import web
 
+from services.common.aio import ended
 from services.common.chat import Message
 from services.common.config.services import EndpointConfig
 from services.common.errors import InvalidRequestError, MillraceError, UnknownPolicyError
+from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
 from services.common.tool_calls import OPEN
 from services.inference.endpoint.answers import (
@@ -131,7 +133,7 @@ class EndpointServer:
     # -- routes -------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json(models(self._session(request).captured.policies))
+        return json_answer(models(self._session(request).captured.policies))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -147,7 +149,7 @@ class EndpointServer:
             return await _Stream(request, session, asked, ask, heading).send(locate, body.head)
         turn = await _in_session(session, session.captured.take_turn(ask, locate))
         session.answered(body.head, turn.thread)
-        return _json(completion(heading, turn, logprobs_of(turn, chat) if asked.logprobs else None))
+        return json_answer(completion(heading, turn, logprobs_of(turn, chat) if asked.logprobs else None))
 
     def _session(self, request: web.Request) -> ServedSession:
         session_id = request.headers.get(SESSION_HEADER)
@@ -197,7 +199,7 @@ class _Stream:
                 raise  # nothing was sent: an ordinary refusal
             await self._event(refusal(error)[1])
         finally:
-            await _ended(turn_task)
+            await ended(turn_task)
         response = await self._begun()
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -260,10 +262,10 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
         return await handler(request)
     except MillraceError as error:
         status, body = refusal(error)
-        return _json(body, status)
+        return json_answer(body, status)
     except web.HTTPException as error:
         kind = {"message": error.reason, "type": "invalid_request_error", "param": None, "code": None}
-        return _json({"error": kind}, error.status)
+        return json_answer({"error": kind}, error.status)
 
 
 def _policy_of(model: str, captured: CapturedSession) -> str:
@@ -287,15 +289,3 @@ def _text(body: bytes) -> str:
         return body.decode()
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"the body is no UTF-8: {error}") from None
-
-
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait for its end; what it raised is its reader's."""
-    if not task.done():
-        task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, MillraceError):
-        await task
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

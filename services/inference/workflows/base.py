@@ -204,7 +204,8 @@ class Workflow(Protocol):
     """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once.
 
     A workflow that asks for policies by name says which, so that a recipe without them is refused before it starts:
-    ``def policies(self) -> tuple[str, ...]``.
+    ``def policies(self) -> tuple[str, ...]``. One that needs more of a recipe has ``def check(self, recipe: Recipe) -> None``,
+    which raises ``ConfigError``.
     """
 
     Settings: ClassVar[type[Section]]

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from services.common.config.base import Section
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import load_object
 from services.common.threads import DaemonThreads
@@ -67,7 +68,6 @@ class ExternalAgentSettings(Section):
 
 class ExternalAgent:
     Settings: ClassVar[type[ExternalAgentSettings]] = ExternalAgentSettings
-    needs_endpoint: ClassVar[bool] = True
 
     def __init__(self, settings: ExternalAgentSettings) -> None:
         self._settings = settings
@@ -79,12 +79,25 @@ class ExternalAgent:
     def policies(self) -> tuple[str, ...]:
         return () if self._settings.policy is None else (self._settings.policy,)
 
+    def check(self, recipe: Recipe) -> None:
+        """Whether a recipe has what its agents need; ``ConfigError`` says what to write."""
+        self._check_agent()
+        for name, service in recipe.inference.items():
+            if service.endpoint.port is None:
+                raise ConfigError(
+                    f"inference.{name}.endpoint.port is null, and the agents of external_agent reach the policies "
+                    "through the endpoint: write a port there, or 0 for a free one"
+                )
+
+    def _check_agent(self) -> None:
+        if self._agent is None and not self._settings.command:
+            raise ConfigError("external_agent has no agent: set workflow.settings.agent or workflow.settings.command")
+
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         settings = self._settings
         if context.endpoint is None:
             raise ConfigError("external_agent needs the endpoint: write a port at inference.<name>.endpoint.port")
-        if self._agent is None and not settings.command:
-            raise ConfigError("external_agent has no agent: set workflow.settings.agent or workflow.settings.command")
+        self._check_agent()
         session = CapturedSession(
             context.policies,
             context.sampling,

@@ -55,18 +55,11 @@ def build_workflows(recipe: Recipe) -> dict[Purpose, Workflow]:
     _check_policies(
         evaluation, recipe.evaluation_compositions(), recipe, "evaluation.workflow" if section else "workflow"
     )
-    if any(getattr(workflow, "needs_endpoint", False) for workflow in (training, evaluation)):
-        _check_endpoints(recipe)
+    for workflow in (training, evaluation):
+        check: Callable[[Recipe], None] | None = getattr(workflow, "check", None)
+        if check is not None:
+            check(recipe)
     return {Purpose.TRAIN: training, Purpose.EVALUATION: evaluation}
-
-
-def _check_endpoints(recipe: Recipe) -> None:
-    for name, service in recipe.inference.items():
-        if service.endpoint.port is None:
-            raise ConfigError(
-                f"inference.{name}.endpoint.port is null, and the workflow's agents reach the policies through the "
-                "endpoint: write a port there, or 0 for a free one"
-            )
 
 
 def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], recipe: Recipe, where: str) -> None:

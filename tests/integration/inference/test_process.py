@@ -72,6 +72,24 @@ async def test_a_replica_plays_and_leaves_when_drained(
     assert orchestrator.reports[-1].num_free_slots == 0
 
 
+AGENT = "tests.integration.inference.test_external_agent:blocking"
+
+
+async def test_an_agent_plays_through_the_endpoint_of_a_replica(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.recipe = scripted_recipe(
+        workflow={"name": "external_agent", "settings": {"agent": AGENT}},
+        inference={"a": {"engine": "scripted", "port": 0, "endpoint": {"port": 0}}},
+    )
+    process = await start("--orchestrator", orchestrator.address, "--name", "joins-later")
+    await until(lambda: orchestrator.reports, "the first report")
+    await play(orchestrator, (0, 1))
+    orchestrator.drain()
+    code, output = await end_of(process)
+    assert code == 0, output
+    assert "rollout.failed" not in output
+    assert {record.trajectory.reward for record in orchestrator.records} == {0.5}
+
+
 async def test_a_signal_ends_a_replica_in_order(
     orchestrator: FakeOrchestrator, replica: asyncio.subprocess.Process
 ) -> None:
@@ -138,9 +156,17 @@ async def test_a_further_replica_takes_the_first_sections_settings(orchestrator:
     [
         (
             {"workflow": {"name": "tool_usage"}},
-            "write one of actor_verifier, agent_env, codegen_verifier, single_turn, tool_math, tool_use",
+            "write one of actor_verifier, agent_env, codegen_verifier, external_agent, single_turn, tool_",
         ),
         ({"workflow": {"name": "tool_use", "settings": {"max_turn": 1}}}, "did you mean 'max_turns'"),
+        ({"workflow": {"name": "external_agent", "settings": {"agent": AGENT}}}, "inference.a.endpoint.port is null"),
+        (
+            {
+                "workflow": {"name": "external_agent"},
+                "inference": {"a": {"engine": "scripted", "port": 0, "endpoint": {"port": 0}}},
+            },
+            "set workflow.settings.agent or workflow.settings.command",
+        ),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "loopback"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "scripted": {"script": "no:script"}}}}, "no:script"),
         (
@@ -148,7 +174,7 @@ async def test_a_further_replica_takes_the_first_sections_settings(orchestrator:
             "/no/such/model: no such directory",
         ),
     ],
-    ids=["workflow", "setting", "bind", "script", "model"],
+    ids=["workflow", "setting", "no endpoint", "no agent", "bind", "script", "model"],
 )
 async def test_a_recipe_that_cannot_be_served_ends_with_one_line(
     orchestrator: FakeOrchestrator, changes: dict[str, Any], message: str
