@@ -128,7 +128,7 @@ def plot_scores(evaluations: Mapping[str, Mapping[str, Any]], title: str, output
     ax.set_ylabel("avg@k (95%)")
     ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
     ax.set_title(title, fontsize=11)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="lower right")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     pyplot.close(figure)
