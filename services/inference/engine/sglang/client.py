@@ -140,12 +140,17 @@ class SglangClient:
         self.address = address
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # deadlines stand at the calls
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._streaming: set[aiohttp.ClientResponse] = set()
 
     @property
     def closed(self) -> bool:
         return self._session.closed
 
     async def close(self) -> None:
+        """Streams that are open break with it."""
+        for response in self._streaming:
+            # Closing the session drops their connections, and leaves whoever reads waiting for ever.
+            response.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
         await self._session.close()
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -184,11 +189,13 @@ class SglangClient:
             )
         except (aiohttp.ClientError, OSError) as error:
             raise InfrastructureError(f"{self.address} does not answer: {error!r}") from error
+        self._streaming.add(response)
         try:
             if response.status >= 400:
                 raise await _refusal(response, "/generate")
             yield TokenStream(response, masked=masked)
         finally:
+            self._streaming.discard(response)
             response.close()
 
     async def abort(self, rid: str) -> None:
