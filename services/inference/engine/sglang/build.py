@@ -17,7 +17,7 @@ from services.inference.engine.sglang.engine import SglangEngine
 from services.inference.engine.sglang.process import ServerProcess
 from services.inference.engine.sglang.server import Server
 from services.inference.engine.sglang.stage import Stage, place_stage, size_of
-from services.inference.engine.sglang.transfer import FromDisk
+from services.inference.engine.sglang.transfer import FromDisk, Transfer
 
 
 def build_engine(
@@ -39,6 +39,8 @@ def build_engine(
     Starts nothing. Raises ``ConfigError`` for settings that cannot work.
     """
     on_cpu = runs_on_cpu(config)
+    if config.sglang.update == "broadcast" and not on_cpu:
+        raise ConfigError("sglang.update: broadcast has been tried on CPUs only; write disk")
     commands = server_commands(
         config,
         name=f"sglang-{name}",
@@ -66,7 +68,7 @@ def build_engine(
     return SglangEngine(
         servers,
         stage,
-        FromDisk(stage),
+        FromDisk(stage) if settings.update == "disk" else _broadcast(stage, settings.tensor_parallel),
         context_length=context_length,
         vocab_size=_vocab_size(model_path),
         kv_policy=kv_policy,
@@ -75,6 +77,12 @@ def build_engine(
         chunk_tokens=settings.chunk_tokens,
         on_tokens=on_tokens,
     )
+
+
+def _broadcast(stage: Stage, num_ranks: int) -> Transfer:
+    from services.inference.engine.sglang.broadcast import ByBroadcast  # needs torch, which `disk` does not
+
+    return ByBroadcast(stage, num_ranks)
 
 
 def runs_on_cpu(config: InferenceConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ def server_commands(
     commands = []
     for index in range(number):
         env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if settings.update == "broadcast":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # the group that weights come by is this machine's business
         if Path(model_path).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if gpus:
@@ -108,9 +111,18 @@ def server_commands(
 
 
 def interpreter(setting: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter that has SGLang: the setting, the variable, the environment beside the sources, or our own."""
+    """The interpreter that has SGLang: the setting, the variable, the environment beside the sources, or our own.
+
+    ``ConfigError`` when the one that was named is not there.
+    """
     beside = _REPOSITORY / ".venv-sglang" / "bin" / "python"
-    return setting or environment.get(PYTHON) or (str(beside) if beside.exists() else sys.executable)
+    found = setting or environment.get(PYTHON) or (str(beside) if beside.exists() else sys.executable)
+    if shutil.which(found) is None:
+        where = "sglang.python" if setting else PYTHON
+        raise ConfigError(
+            f"{where}: there is no interpreter {found}; name the one of the environment that holds SGLang"
+        )
+    return found
 
 
 def own_gpus(config: InferenceConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
