@@ -7,8 +7,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 
 from services.cli.memory_estimate import misfits
@@ -49,29 +47,15 @@ def _named_datasets(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _missing_packages(recipe: Recipe) -> list[str]:
-    """Engines of this node whose interpreter has not their package."""
-    if not any(service.engine == "sglang" for service in recipe.inference.values()):
+    """Engines of this node whose package is not installed."""
+    if importlib.util.find_spec("sglang") is not None:
         return []
-    from services.inference.engine.sglang.command import interpreter
-
     return [
-        f"inference.{name}.engine is sglang, but {python} has no package sglang: run this on a GPU machine after "
-        "`pip install 'millrace[sglang]'`, on a CPU after `make sglang-env`, or try the recipe with --profile tiny"
+        f"inference.{name}.engine is sglang, but the package sglang is not installed here: run this on a GPU machine "
+        "after `pip install 'millrace[sglang]'`, or try the recipe with --profile tiny"
         for name, service in recipe.inference.items()
-        if service.engine == "sglang"
-        and service.node == 0
-        and not _has_sglang(python := interpreter(service.sglang.python))
+        if service.engine == "sglang" and service.node == 0
     ]
-
-
-def _has_sglang(python: str) -> bool:
-    if python == sys.executable:
-        return importlib.util.find_spec("sglang") is not None
-    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
-    try:
-        return subprocess.run([python, "-I", "-c", ask], timeout=60, check=False).returncode == 0
-    except OSError:
-        return False  # there is no such interpreter
 
 
 def _missing_worlds(recipe: Recipe) -> list[str]:
