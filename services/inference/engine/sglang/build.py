@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from services.common.errors import ConfigError
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.sglang.command import server_commands
 from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.sglang.environment import runs_on_cpu
 from services.inference.engine.sglang.process import ServerProcess
 from services.inference.engine.sglang.server import Server
 from services.inference.engine.sglang.stage import Stage, place_stage, size_of
@@ -83,13 +82,6 @@ def _broadcast(stage: Stage, num_ranks: int) -> Transfer:
     from services.inference.engine.sglang.broadcast import ByBroadcast  # needs torch, which `disk` does not
 
     return ByBroadcast(stage, num_ranks)
-
-
-def runs_on_cpu(config: InferenceConfig) -> bool:
-    """``auto`` asks for NVIDIA's driver, without waking a GPU."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return not (os.path.exists("/proc/driver/nvidia/gpus") or shutil.which("nvidia-smi"))
 
 
 def _vocab_size(model_path: str) -> int | None:
