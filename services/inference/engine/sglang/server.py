@@ -86,7 +86,7 @@ class Server:
                 await self.client.resume()
         except MillraceError as error:
             log.error("sglang.switch_failed", server=self.name, version=version, error=error.message)
-            self.process.kill()
+            self.end()
             return None
         finally:
             self._switching = False
@@ -137,9 +137,14 @@ class Server:
         try:
             if not await self.client.is_generating(STALL_ANSWER_S) and not self._switching:
                 log.error("sglang.stalled", server=self.name)
-                self.process.kill()
+                self.end()
         finally:
             self._checking = False
+
+    def end(self) -> None:
+        """Nobody knows what it does now: it is killed, and started anew by whoever watches over it."""
+        self.serving = False
+        self.process.kill()
 
     async def lost(self) -> None:
         """Its process has ended."""
