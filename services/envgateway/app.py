@@ -47,7 +47,7 @@ class Gateway:
         self._sandbox = sandbox
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
-        self._rewards = Rewards(self._math, self.queue)
+        self._rewards = Rewards(self._math, self.queue, config.rewards)
         self._tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )

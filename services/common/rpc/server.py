@@ -30,6 +30,8 @@ from services.common.loopback import is_loopback
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import KEEPALIVE
 from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
+from services.common.rpc.limits import server_options
+from services.common.rpc.messages import MessageInterceptor, RateInterceptor
 from services.common.serde import timestamp_to_proto
 
 log = structlog.get_logger()
@@ -70,9 +72,16 @@ class Server:
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=[ContextInterceptor(), ErrorInterceptor(), *interceptors],
+            interceptors=[
+                ContextInterceptor(),
+                ErrorInterceptor(),
+                RateInterceptor(),
+                *interceptors,
+                MessageInterceptor(),
+            ],
             options=[
                 *KEEPALIVE,
+                *server_options(service),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.so_reuseport", 0),  # or two services would share a port and each see half of the calls
             ],
