@@ -101,6 +101,7 @@ async def run_replica(
                 infra_retries=settings.recipe.rollout.infra_retries,
                 waits=waits,
                 endpoint=endpoint,
+                timed=settings.recipe.rollout.timing,
             )
             replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
             weights_address = server.address if relays else ""

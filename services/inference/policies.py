@@ -11,6 +11,7 @@ from services.common.types import Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
 from services.inference.gauges import WaitShares
 from services.inference.scripts.base import Scene, ScriptBook
+from services.inference.timing import RolloutClock
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -32,16 +33,24 @@ class RolloutPolicy:
     ``scene`` is the rollout as scripts see it; only a policy with a script asks it what to say.
     """
 
-    __slots__ = ("_num_requests", "_policy", "_request_prefix", "_scene", "_seed", "_waits")
+    __slots__ = ("_clock", "_num_requests", "_policy", "_request_prefix", "_scene", "_seed", "_waits")
 
     def __init__(
-        self, policy: ServedPolicy, *, request_prefix: str, seed: int, waits: WaitShares, scene: Scene | None = None
+        self,
+        policy: ServedPolicy,
+        *,
+        request_prefix: str,
+        seed: int,
+        waits: WaitShares,
+        scene: Scene | None = None,
+        clock: RolloutClock | None = None,
     ) -> None:
         self._policy = policy
         self._request_prefix = request_prefix
         self._seed = seed
         self._waits = waits
         self._scene = scene
+        self._clock = clock or RolloutClock(enabled=False)
         self._num_requests = 0
 
     @property
@@ -72,7 +81,9 @@ class RolloutPolicy:
         )
         began = time.perf_counter()
         try:
-            generation = await self._policy.engine.generate(request)
+            with self._clock.phase("generate", self.name) as phase:
+                generation = await self._policy.engine.generate(request)
+                phase.segments, phase.detail = generation.segments, generation.finish_reason.value
         finally:
             self._waits.add("generation", time.perf_counter() - began)
         if request.forced_ids is not None and self._scene is not None:

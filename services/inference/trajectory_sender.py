@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 from typing import Protocol
 
@@ -127,6 +128,7 @@ class TrajectorySender:
             request = self._waiting.popleft()
             number += 1
             request.record_number = number
+            _note_sending(request)
             # Before the write: a record that was written in part has to be sent again, too.
             self._unacknowledged[number] = request
             await call.write(request)
@@ -145,3 +147,11 @@ class TrajectorySender:
         """What the broken stream did not acknowledge goes first on the next one, in its old order."""
         self._waiting.extendleft(reversed(self._unacknowledged.values()))
         self._unacknowledged.clear()
+
+
+def _note_sending(request: Request) -> None:
+    """What is sent again is on its way since the last time."""
+    record = request.trajectory if request.WhichOneof("record") == "trajectory" else request.failure
+    if record.HasField("timing"):
+        record.timing.sent_at.FromNanoseconds(time.time_ns())
+        record.timing.num_sends += 1

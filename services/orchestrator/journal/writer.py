@@ -199,6 +199,7 @@ class Journal:
     def _transaction(self, entries: list[_Entry], lines: list[bytes]) -> None:
         before: dict[str, int] = {}
         rows: list[Row] = []
+        now = time.time()
         for kind in {entry.kind for entry in entries}:
             self._writer(kind).roll_if_full()
         try:
@@ -206,7 +207,7 @@ class Journal:
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
                 checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
-                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum))
+                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
                 writer.append(line)
             if self._durability == "power":
                 for kind in before:
