@@ -17,6 +17,7 @@ import grpc
 from _hostile import Hostile, Rpc
 
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_OWN_WORDS = "Internal error from Core"  # grpc.aio's client, for a stream that was ended while it still wrote
 _KEPT_BUGS = 20
 _MOST_READ = 64  # answers of one stream
 _SHORT_S = {
@@ -40,8 +41,10 @@ class Outcome:
     bugs: list[tuple[str, str, bytes]] = field(default_factory=list)  # method, what was told, the request
 
     def count(self, rpc: Rpc, code: grpc.StatusCode, told: str, request: bytes) -> None:
+        if told == _OWN_WORDS:
+            self.codes[f"{rpc.name} ENDED_WHILE_WRITING"] += 1
+            return
         self.codes[f"{rpc.name} {code.name}"] += 1
-        # gRPC's own words for a stream that we reset ourselves are no bug of the servicer.
         if code in BUGS:
             self.num_bugs += 1
             if len(self.bugs) < _KEPT_BUGS:
