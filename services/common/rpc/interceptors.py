@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections import Counter
@@ -97,11 +98,11 @@ class ErrorInterceptor(CallInterceptor):
             log.debug("rpc.client_left", method=method)  # in the middle of a write; nobody is there to be told
         except MillraceError as error:
             self._tell(method, error)
-            await context.abort_with_status(to_status(error))
+            await _abort(method, context, error)
         except Exception:
             # The boundary of the process: the caller must get an answer, and the trace stays here.
             log.exception("rpc.failed", method=method)
-            await context.abort_with_status(to_status(MillraceError("internal error")))
+            await _abort(method, context, MillraceError("internal error"))
 
     def _tell(self, method: str, error: MillraceError) -> None:
         kind, now = (method, error.reason), time.monotonic()
@@ -111,6 +112,15 @@ class ErrorInterceptor(CallInterceptor):
         self._told[kind] = now
         untold = {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}
         log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
+
+
+async def _abort(method: str, context: Context, error: MillraceError) -> None:
+    try:
+        await context.abort_with_status(to_status(error))
+    except grpc.aio.InternalError:
+        # The caller left before it could be told. grpc would log this with its trace for everybody who does so.
+        log.debug("rpc.client_left", method=method)
+        raise asyncio.CancelledError from None
 
 
 class ContextInterceptor(CallInterceptor):

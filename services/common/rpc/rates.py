@@ -17,6 +17,8 @@ from services.common.rpc.limits import Limit
 MOST_BUCKETS = 16_384
 RETRY_S = 0.5  # after too many calls at once: when one of them ends is not known
 
+_ROUNDING_S = 1e-9
+
 Key = tuple[str, str]  # peer, method
 
 
@@ -64,10 +66,11 @@ class Rates:
         gap = 1.0 / limit.calls_per_s
         full_at = max(self._full_at.pop(key, now), now)
         early_s = full_at + gap - now - limit.burst * gap
-        self._full_at[key] = full_at if early_s > 0 else full_at + gap
+        over = early_s > _ROUNDING_S
+        self._full_at[key] = full_at if over else full_at + gap
         if len(self._full_at) > self._most_buckets:
             self._full_at.popitem(last=False)
-        if early_s > 0:
+        if over:
             raise CapacityError(
                 f"{key[1]}: this peer calls more often than {limit.calls_per_s:g} times a second",
                 retry_after_s=early_s,
