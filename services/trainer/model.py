@@ -27,9 +27,7 @@ log = structlog.get_logger()
 class PolicyModel(torch.nn.Module):
     """The root of sharding, so that embedding, final norm and head are gathered while ``forward`` runs."""
 
-    def __init__(
-        self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS, attention: Kernel = "auto"
-    ) -> None:
+    def __init__(self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS, attention: Kernel = "auto") -> None:
         super().__init__()
         self._logprob_chunk_tokens = logprob_chunk_tokens
         _check_head(causal_lm)

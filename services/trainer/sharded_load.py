@@ -125,7 +125,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
 def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
     """The values of buffers, by making the modules that own them a second time, small as they are, with memory."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for prefix, module in causal_lm.named_modules():
         own = dict(module.named_buffers(recurse=False))
         if not own:

@@ -1,6 +1,6 @@
 """What the loading tests have each rank do; started by ``launching.start_ranks``. Every rank writes what it saw.
 
-    python -m tests.integration.trainer.loading_cases OUT_DIR MODELS_DIR
+python -m tests.integration.trainer.loading_cases OUT_DIR MODELS_DIR
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.models import load_model, named_weights
+from services.common.process import run_and_leave
 from services.trainer.model import PolicyModel, build_policy_model, load_policy_model
 from services.trainer.sharded_load import open_by_shards
-from services.trainer.sharding import Ranks, full, init_ranks, local_rows
+from services.trainer.sharding import Ranks, full, init_ranks, leave_ranks, local_rows
 from tests.unit.trainer.building import tiny_causal_lm
 from tests.unit.trainer_service.building import save_model
 
@@ -85,7 +86,7 @@ def _high_water() -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(out_dir: Path, models: Path) -> None:
+def run(out_dir: Path, models: Path) -> None:
     ranks = init_ranks(timeout_s=240.0, device="cpu", always_group=True)
     said: dict[str, Any] = {}
     for path in sorted(path for path in models.iterdir() if path.name != "large"):
@@ -94,9 +95,14 @@ def main(out_dir: Path, models: Path) -> None:
     said["offloaded"] = compare(models / "untied_bfloat16", torch.float32, ranks, offload=True)
     said["large"] = peak_memory(models / "large", ranks)  # last: imports and pools are warm by now
     (out_dir / f"rank{ranks.rank}.json").write_text(json.dumps(said))
-    torch.distributed.destroy_process_group()
+    leave_ranks()
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), Path(sys.argv[2]))
+    return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_and_leave(main)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.launching import run_processes, start_ranks
+from tests.integration.trainer.launching import made_once, run_processes, start_ranks
 from tests.integration.trainer.loading_cases import MIB, make_models
 
 pytestmark = pytest.mark.slow
@@ -16,17 +16,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    make_models(directory)
-    return directory
+    return made_once(tmp_path_factory, "models_to_load", lambda directory: make_models(directory / "models")) / "models"
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def loaded(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank saw."""
-    out_dir = tmp_path_factory.mktemp(f"loading{request.param}")
-    processes = start_ranks("tests.integration.trainer.loading_cases", [str(out_dir), str(models)], request.param, out_dir)
-    run_processes(processes, out_dir)
+
+    def load(directory: Path) -> None:
+        module, arguments = "tests.integration.trainer.loading_cases", [str(directory), str(models)]
+        run_processes(start_ranks(module, arguments, request.param, directory), directory)
+
+    out_dir = made_once(tmp_path_factory, f"loaded_{request.param}", load)
     return [json.loads((out_dir / f"rank{rank}.json").read_text()) for rank in range(request.param)]
 
 
