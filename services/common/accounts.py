@@ -292,6 +292,17 @@ class TimeAccount:
             total.longest = [0.0, total.longest[0]]
 
 
+@contextmanager
+def during_here(name: str, on: str = "") -> Iterator[None]:
+    """The same as ``during`` of the account whose lane this task occupies; nothing is counted without one."""
+    lane = _LANE.get()
+    if lane is None:
+        yield
+        return
+    with lane.account.during(name, on, lane):
+        yield
+
+
 Matrix = dict[tuple[str, str], float]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.config.services import InferenceConfig
 from services.common.errors import ConfigError
@@ -27,6 +28,8 @@ OnTokens = Callable[[int, float], None]
 
 class WeightsFollower(Protocol):
     """Keeps one engine on the newest version."""
+
+    account: TimeAccount  # of the policy's weights
 
     def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
     def held(self) -> WeightVersion: ...

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import structlog
 import xxhash
 
+from services.common.accounts import TimeAccount
 from services.common.errors import (
     CapacityError,
     DeadlineError,
@@ -33,7 +34,6 @@ from services.common.errors import (
     WeightsStaleError,
 )
 from services.common.types import NO_TIMING, Purpose, RolloutFailure, TaskGroupOrder, Trajectory
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Scene
 from services.inference.timing import RolloutClock, TimedGateway
@@ -80,7 +80,7 @@ class RolloutPlayer:
         replica_id: str,
         num_slots: int,
         infra_retries: int,
-        waits: WaitShares | None = None,
+        account: TimeAccount | None = None,
         endpoint: Endpoint | None = None,
         timed: bool = True,
     ) -> None:
@@ -92,7 +92,7 @@ class RolloutPlayer:
         self._replica_id = replica_id
         self._num_slots = num_slots
         self._infra_retries = infra_retries
-        self._waits = waits or WaitShares(num_slots)
+        self._account = account or TimeAccount(f"replica/{replica_id}", num_lanes=num_slots)
         self._endpoint = endpoint
         self._timed = timed
         self._slots = asyncio.Semaphore(num_slots)
@@ -172,12 +172,14 @@ class RolloutPlayer:
 
     async def _slot(self, order: TaskGroupOrder, accepted_at: float, index: int) -> None:
         async with self._slots:
-            record = await self._record(order, index, RolloutClock(accepted_at, enabled=self._timed))
-            if record is not None:
-                await self._hand_over(record)
+            with self._account.lane("running the workflow"):
+                record = await self._record(order, index, RolloutClock(accepted_at, enabled=self._timed))
+                if record is not None:
+                    await self._hand_over(record)
 
     async def _hand_over(self, record: Record) -> None:
-        await self._sink.send(record)
+        with self._account.during("waiting for room to send", on="orchestrator"):
+            await self._sink.send(record)
         if isinstance(record, Trajectory):
             self.counters.trajectories += 1
         else:
@@ -233,7 +235,8 @@ class RolloutPlayer:
                 log.warning(
                     "rollout.retry", task_group=order.task_group_id, index=index, attempt=attempt, error=str(error)
                 )
-                with clock.phase("retry") as phase:
+                with self._account.during("pausing before another attempt") as wait, clock.phase("retry") as phase:
+                    wait.note(error.message)
                     phase.detail = error.reason
                     await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -245,7 +248,12 @@ class RolloutPlayer:
         scene = Scene(order.task, order.purpose, seed)
         policies = {
             name: RolloutPolicy(
-                policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits, scene=scene, clock=clock
+                policy,
+                request_prefix=f"{slot}/{attempt}",
+                seed=seed,
+                account=self._account,
+                scene=scene,
+                clock=clock,
             )
             for name, policy in self._policies.items()
             if not order.policies or name in order.policies
