@@ -53,6 +53,7 @@ STAGE_COLORS = {
     "training": "#228833",
     "publishing": "#66ccee",
 }
+LABEL = 0.125  # of the axis: room for a name below the bar
 NARROW = 0.09  # of the axis: a stage narrower than this is named below its bar
 
 
@@ -94,7 +95,11 @@ def _draw_rollouts(axes: Any, facts: GroupFacts, zero: float) -> None:
         for phase in slot.phases:
             begin = slot.started_at + phase.begin_s
             block(
-                row, begin, begin + phase.seconds, COLORS.get(phase.what, "#777777"), LABELS.get(phase.what, phase.what)
+                row,
+                begin,
+                begin + phase.seconds,
+                COLORS.get(phase.what, "#777777"),
+                LABELS.get(phase.what, LABELS["not_recorded"]),
             )
         block(row, slot.finished_at, slot.durable_at, JOURNAL, TO_JOURNAL)
         end = max(slot.durable_at, slot.finished_at)
@@ -121,7 +126,8 @@ def _draw_rollouts(axes: Any, facts: GroupFacts, zero: float) -> None:
 def _draw_life(axes: Any, facts: GroupFacts, life: Iterable[Stage]) -> None:
     stretches = list(life)
     zero, whole = stretches[0].begin, stretches[-1].end - stretches[0].begin
-    below = 0
+    narrow = [stage for stage in stretches if whole and 0 < stage.seconds / whole < NARROW]
+    places = _spread([(stage.begin - zero + stage.seconds / 2) / whole for stage in narrow])
     for stage in stretches:
         begin, seconds = stage.begin - zero, stage.seconds
         axes.barh(0, seconds, left=begin, height=0.7, color=STAGE_COLORS.get(stage.name, "#bbbbbb"), linewidth=0)
@@ -130,21 +136,33 @@ def _draw_life(axes: Any, facts: GroupFacts, life: Iterable[Stage]) -> None:
             dark = stage.name in ("playing", "training")
             color = "white" if dark else "black"
             axes.text(begin + seconds / 2, 0, text, ha="center", va="center", fontsize=8, color=color)
-        elif whole and seconds > 0:
-            place = 0.05 + below * 0.155  # side by side, so that short neighbours do not cover each other
+        elif stage in narrow:
+            place = places[narrow.index(stage)]
             axes.annotate(
-                text, (begin + seconds / 2, 0.36), xytext=(place, -0.32), textcoords="axes fraction", fontsize=8,
-                va="top", arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.6},
+                text, (begin + seconds / 2, 0.36), xytext=(place, -0.22), textcoords="axes fraction", fontsize=8,
+                va="top", ha="center", arrowprops={"arrowstyle": "-", "color": "#888888", "linewidth": 0.6},
             )  # fmt: skip
-            below += 1
     axes.set_ylim(0.45, -0.45)
     axes.set_xlim(0, whole or 1)
     use = first_use(facts)
     name = f"until version {use.training_step} of {use.policy}" if use and use.published_at else "the whole life"
     axes.set_yticks([0], [f"from prompt\n{name}" if use else name], fontsize=8)
     axes.xaxis.tick_top()
+    axes.tick_params(axis="x", labelsize=8)
     for side in ("right", "bottom", "left"):
         axes.spines[side].set_visible(False)
+
+
+def _spread(centers: list[float]) -> list[float]:
+    """Places for labels near these centers, in order, so that none covers another; shares of the axis."""
+    places: list[float] = []
+    for center in centers:
+        places.append(max(center, places[-1] + LABEL if places else 0.03))
+    most = 0.97
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], most)
+        most = places[number] - LABEL
+    return places
 
 
 def _lost(facts: GroupFacts, slot: SlotFacts) -> Iterable[tuple[float, float]]:
