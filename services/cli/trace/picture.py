@@ -44,6 +44,7 @@ FOR_SLOT, BETWEEN, TO_JOURNAL, WITH_REPLICA = (
 _ORDER = [WITH_REPLICA, FOR_SLOT, *dict.fromkeys(LABELS.values()), BETWEEN, TO_JOURNAL]
 WAIT, PLAY, JOURNAL, LOST = "#dddddd", "#bbccee", "#66aa55", "#f4b6a6"
 STAGE_COLORS = {
+    "lost with a replica": LOST,
     "to the replica": "#eeeeee",
     "waiting for a slot": WAIT,
     "playing": "#4477aa",

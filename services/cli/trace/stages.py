@@ -88,6 +88,9 @@ def _marks(facts: GroupFacts) -> Iterator[tuple[str, float]]:
     """(stage, when it ended), in order of cause; 0 where that is unknown."""
     slots, use = facts.slots, first_use(facts)
     yield "issued", _least(assignment.at for assignment in facts.assignments)
+    accepted = _least(slot.accepted_at or slot.started_at or slot.durable_at for slot in slots)
+    again = [assignment.at for assignment in facts.assignments[1:] if assignment.at <= accepted]
+    yield "lost with a replica", max(again, default=0.0)
     yield "to the replica", _least(slot.accepted_at for slot in slots)
     yield "waiting for a slot", _least(slot.started_at for slot in slots)
     if not facts.complete:

@@ -17,6 +17,7 @@ from services.cli.units import format_seconds
 BAR = 32  # characters of the longest stage
 
 _WAITS = {
+    "lost with a replica": "lost {} with a replica that went away",
     "to the replica": "waited {} for the replica to take it",
     "waiting for a slot": "waited {} for a free slot of the replica",
     "waiting for a batch": "waited {} for a batch",
