@@ -82,6 +82,12 @@ class Index:
         for values in self._db.execute(f"SELECT {_COLUMNS} FROM records ORDER BY number"):
             yield Row(*values)
 
+    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
+        """Every record of a kind in order; of one key where that is named."""
+        where, values = ("kind = ?", (kind,)) if key is None else ("kind = ? AND key = ?", (kind, key))
+        for row in self._db.execute(f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number", values):
+            yield Row(*row)
+
     def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""
         found: dict[str, Row] = {}

@@ -264,6 +264,14 @@ class JournalReader:
     def rows(self) -> Iterator[Row]:
         return self._index.rows()
 
+    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
+        """Every record of a kind in order; of one key where that is named."""
+        return self._index.rows_of(kind, key)
+
+    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
+        """The first record of each key that there is."""
+        return self._index.find(kind, keys)
+
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Records by key; keys without an intact record are absent."""
         found = {row.key: self.load(row) for row in self._index.find(kind, keys)}
