@@ -90,7 +90,9 @@ async def run_replica(
             await endpoint.start()
         for policy in config.policies or settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
-            policies[policy] = await asyncio.to_thread(load_policy, policy, settings, config, emissions.on_tokens)
+            policies[policy] = await asyncio.to_thread(
+                load_policy, policy, settings, config, emissions.on_tokens, owner=replica_id
+            )
             await policies[policy].served.engine.start()
             if (relay := policies[policy].relay) is not None:
                 relays[policy] = relay
