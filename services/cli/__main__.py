@@ -53,7 +53,6 @@ def run(
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
     from services.cli.launch_checks import check_launch
-    from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
@@ -63,14 +62,12 @@ def run(
         raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
     if resume is not None:
         resolved, run_dir = reopen(resume)
-        elsewhere = commands_for_other_nodes(resolved, run_dir / "recipe.yaml", ())
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
-        elsewhere = commands_for_other_nodes(resolved, Path(str(recipe)), set_ or ())
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
-    outcome = run_recipe(resolved, run_dir, console, elsewhere)
+    outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
@@ -153,14 +150,13 @@ def resolve(
     profile: ProfileOption = None,
 ) -> None:
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
+    from services.cli.plan import orchestrator_address
     from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
 
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
     resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
-    console.print(
-        f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
-    )
+    console.print(f"{directory}: orchestrator at {orchestrator_address(resolved)}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -183,7 +179,8 @@ def start(
     """Start one process of a recipe and stay until it ends: for split launches, and for other nodes.
 
     Start them in any order, and again after whatever ended them: the run goes on. On another node, set
-    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, which is then reached through ssh.
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and MILLRACE_KEYS to the keys that were copied from there;
+    `millrace run`, or the start of the orchestrator, prints the whole command.
     """
     from services.cli.profiles import load_with_profile
     from services.cli.start import start as start_process

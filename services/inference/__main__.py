@@ -26,6 +26,11 @@ def main() -> None:
     )
     parser.add_argument("--replica-id", default=None, help="the replica's name in the pool; left out, its --name")
     parser.add_argument("--port", type=int, default=None, help="gRPC port instead of the recipe's; 0 takes a free one")
+    parser.add_argument(
+        "--host",
+        default=None,
+        help="bind address instead of the recipe's: where other machines fetch weights from here",
+    )
     parser.add_argument("--num-slots", type=int, default=None, help="rollouts at once instead of the recipe's number")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
@@ -40,6 +45,7 @@ def main() -> None:
                 replica_id=arguments.replica_id or arguments.name,
                 port=arguments.port,
                 num_slots=arguments.num_slots,
+                host=arguments.host,
             )
         )
     except MillraceError as error:
