@@ -103,7 +103,7 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
         there = shlex.quote(shlex.quote(str(run_dir / BUNDLES / str(node))))  # for this shell, and for that of ssh
         lines += [
             f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
-            f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -c . | tar -C {here} -xp",
+            f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
         variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/inference"
         for process in (f"inference-{n}" for n, service in recipe.inference.items() if service.node == node):

@@ -52,14 +52,14 @@ def orchestrator_address(recipe: Recipe) -> str:
     return address(recipe.orchestrator.host, recipe.orchestrator.port)
 
 
-def inference_process(recipe: Recipe, name: str, orchestrator: str, host: str | None = None) -> ProcessSpec:
+def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
     """One inference service, dialling the orchestrator at this address; ``host`` is a bind address other than the recipe's."""
     service = recipe.inference[name]
-    more = () if host is None else ("--host", host)
+    own = () if host is None else ("--host", host)
     return _spec(
         f"inference-{name}",
         address(host or service.host, service.port),
-        *("services.inference", "--name", name, "--orchestrator", orchestrator, *more),
+        *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
     )

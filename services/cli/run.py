@@ -19,11 +19,13 @@ from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import orchestrator_address, plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
+from services.cli.run_keys import act_as, keys_of_run, with_keys
 from services.cli.signals import StopSignal
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.logs import configure
+from services.common.security.roles import Role
 
 log = structlog.get_logger()
 
@@ -79,8 +81,10 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
+        keys = keys_of_run(recipe, run_dir)
+        act_as(keys, Role.OPERATOR)
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, processes, console, stop)
+        _start(recipe, run_dir, keys, processes, console, stop)
         for line in commands_for_other_nodes(recipe, run_dir):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _follow(recipe, processes, console, stop)
@@ -112,8 +116,10 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
-def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
-    specs = plan(recipe, run_dir)
+def _start(
+    recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
+) -> None:
+    specs = with_keys(plan(recipe, run_dir), keys)
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)

@@ -17,11 +17,19 @@ from rich.console import Console
 
 from services.cli.errors import Interrupted
 from services.cli.launch_checks import missing_data
-from services.cli.nodes import bundle_there, host_of_node_0, listening_host, require_port, with_addresses
+from services.cli.nodes import (
+    bundle_there,
+    commands_for_other_nodes,
+    host_of_node_0,
+    listening_host,
+    require_port,
+    with_addresses,
+)
 from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
 from services.cli.processes import Processes
 from services.cli.reach import wait_for_orchestrator
 from services.cli.run import warm_start
+from services.cli.run_keys import act_as, keys_of_process, keys_of_run, role_of, with_keys
 from services.cli.signals import StopSignal
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -61,18 +69,26 @@ def start(
     elif process == "orchestrator":
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _make_run(recipe, directory, console)
-        _become(_planned(load_resolved(directory), directory, process))
+        resolved = load_resolved(directory)
+        keys = keys_of_run(resolved, directory, environment)
+        for line in commands_for_other_nodes(resolved, directory, environment):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        _become(_planned(resolved, directory, process), keys)
     elif process == "envgateway":
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _save_once(recipe, directory)
-        _become(_planned(load_resolved(directory), directory, process))
+        resolved = load_resolved(directory)
+        _become(_planned(resolved, directory, process), keys_of_run(resolved, directory, environment))
     else:
         found = find(recipe, process, run_dir, environment)
+        directory = (run_dir or _home(recipe, found.node)).resolve()
+        keys = keys_of_process(recipe, process, found.node, directory, console, environment)
+        act_as(keys, role_of(process))
         wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
         if found.node == 0:
-            _become(found.process)
+            _become(found.process, keys)
         else:
-            _watch(found.process, recipe, run_dir or bundle_there(recipe, found.node))
+            _watch(found.process, keys, recipe, directory)
 
 
 def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Started:
@@ -87,12 +103,21 @@ def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mappin
     host = host_of_node_0(recipe, process, node, environment)
     orchestrator = address(host, recipe.orchestrator.port)
     own = listening_host(environment)
-    if kind == "inference":
-        spec = inference_process(recipe, name, orchestrator, own if node != 0 or not is_here(host) else None)
+    far = node != 0 or not is_here(host)
+    if kind == "inference" and far:
+        place = str((run_dir or _home(recipe, node)).resolve())
+        spec = inference_process(recipe, name, orchestrator, "--run-dir", place, host=own)
+    elif kind == "inference":
+        spec = inference_process(recipe, name, orchestrator)
     else:
         more = () if run_dir is None else ("--run-dir", str(run_dir.resolve()))
-        spec = trainer_process(recipe, name, orchestrator, *more, host=host if is_here(host) else own)
+        spec = trainer_process(recipe, name, orchestrator, *more, host=own if far else host)
     return Started(process=spec, orchestrator=orchestrator, node=node)
+
+
+def _home(recipe: Recipe, node: int) -> Path:
+    """Where a process keeps what it has of the run when nobody says so."""
+    return bundle_there(recipe, node) if node else Path(recipe.run.dir) / recipe.name
 
 
 def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
@@ -132,19 +157,19 @@ def _planned(recipe: Recipe, run_dir: Path, process: str) -> ProcessSpec:
     return found
 
 
-def _become(spec: ProcessSpec) -> None:
+def _become(spec: ProcessSpec, keys: Path | None) -> None:
     """Signals and exit codes are then the process's own."""
+    spec = with_keys([spec], keys)[0]
     os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})
 
 
-def _watch(spec: ProcessSpec, recipe: Recipe, directory: Path) -> None:
+def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path) -> None:
     """Until the process has ended, with its last words if it failed; started again when it was killed."""
-    directory = directory.resolve()
     configure(service="launcher", run_dir=directory)
     stop = StopSignal()
     processes = Processes(directory, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        processes.start(spec)
+        processes.start(with_keys([spec], keys)[0])
         while spec.name not in processes.watch():
             stop.check()
             time.sleep(POLL_S)

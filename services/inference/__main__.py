@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from services.common.errors import MillraceError
 from services.common.process import die_with_parent_if_asked
@@ -31,6 +32,13 @@ def main() -> None:
         default=None,
         help="bind address instead of the recipe's: where other machines fetch weights from here",
     )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="where this machine has starting checkpoints of the run, and logs go; left out, the orchestrator's run directory",
+    )
     parser.add_argument("--num-slots", type=int, default=None, help="rollouts at once instead of the recipe's number")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
@@ -46,6 +54,7 @@ def main() -> None:
                 port=arguments.port,
                 num_slots=arguments.num_slots,
                 host=arguments.host,
+                run_dir=arguments.run_dir,
             )
         )
     except MillraceError as error:

@@ -12,6 +12,8 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -46,15 +48,24 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 async def run_replica(
-    *, orchestrator: str, name: str, replica_id: str, port: int | None, num_slots: int | None, host: str | None = None
+    *,
+    orchestrator: str,
+    name: str,
+    replica_id: str,
+    port: int | None,
+    num_slots: int | None,
+    host: str | None = None,
+    run_dir: Path | None = None,
 ) -> None:
     """Serve until drained, SIGTERM or a failure. Raises ``MillraceError`` with what to do."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure("inference", None, f"inference-{replica_id}")
     settings = await fetch_run(orchestrator)
     config = replica_config(settings.recipe, name, port, num_slots, host)
-    run_dir = settings.run_dir if settings.run_dir.is_dir() else None  # elsewhere when the replica is far away
-    configure("inference", run_dir, f"inference-{replica_id}")
+    if run_dir is not None:
+        settings = replace(settings, run_dir=run_dir)
+    # The orchestrator's own is elsewhere when the replica is far away.
+    configure("inference", settings.run_dir if settings.run_dir.is_dir() else None, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
     workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(

@@ -88,7 +88,7 @@ def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts() -> No
     told, copy, start = commands_for_other_nodes(recipe, RUN_DIR, {NODE_0: "node0.example"})
     assert "paste on node 1" in told
     assert copy.strip() == (
-        "mkdir -p runs/mine-node1 && ssh node0.example tar -C /runs/mine/nodes/1 -c . | tar -C runs/mine-node1 -xp"
+        "mkdir -p runs/mine-node1 && ssh node0.example tar -C /runs/mine/nodes/1 -ch . | tar -C runs/mine-node1 -xp"
     )
     assert start.split() == [
         f"{NODE_0}=node0.example", "MILLRACE_KEYS=runs/mine-node1/keys/inference",
@@ -103,7 +103,7 @@ def test_an_unknown_name_of_node_0_is_printed_as_its_address() -> None:
 
 def test_directories_with_spaces_survive_both_shells() -> None:
     _, copy, _ = commands_for_other_nodes(with_addresses(two_nodes(), {}), Path("/my runs/mine"), {})
-    assert "tar -C ''\"'\"'/my runs/mine/nodes/1'\"'\"'' -c ." in copy
+    assert "tar -C ''\"'\"'/my runs/mine/nodes/1'\"'\"'' -ch ." in copy
 
 
 def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:
