@@ -40,9 +40,7 @@ class TwoNodeRun:
         self._directory = directory
         self._settings = (*SETTINGS, f"run.dir={self.run_dir.parent}", *settings)
         self._environment = {"PATH": machines.path, "PYTHON": sys.executable, "COLUMNS": "300"}
-        self._environment |= {
-            name: "" for name in ("MILLRACE_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR")
-        }
+        self._environment |= dict.fromkeys(("MILLRACE_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
         self.node0: subprocess.Popen[str] | None = None
         self.node1: subprocess.Popen[str] | None = None
 

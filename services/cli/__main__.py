@@ -208,10 +208,10 @@ def deploy(
 @app.command()
 def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Where a run stands now."""
-    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.orchestrator_client import for_people
     from services.cli.progress_view import render
 
-    answer = OrchestratorClient(address).get_run()
+    answer = for_people(address).get_run()
     console.print(render(answer.progress, title=answer.run_id))
     console.print(f"run directory: {answer.run_dir}", highlight=False, soft_wrap=True)
 
@@ -219,10 +219,10 @@ def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
 @app.command()
 def watch(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
-    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.orchestrator_client import for_people
     from services.cli.progress_view import ProgressView
 
-    client = OrchestratorClient(address)
+    client = for_people(address)
     title = client.get_run().run_id
     with ProgressView(console, title) as view:
         for progress in client.watch():
@@ -232,27 +232,27 @@ def watch(address: AddressOption = DEFAULT_ADDRESS) -> None:
 @app.command()
 def pause(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Issue no further tasks and start no further training step, until `millrace resume`."""
-    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.orchestrator_client import for_people
 
-    OrchestratorClient(address).pause()
+    for_people(address).pause()
     console.print("paused; go on with `millrace resume`")
 
 
 @app.command()
 def resume(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Go on after `millrace pause`."""
-    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.orchestrator_client import for_people
 
-    OrchestratorClient(address).resume()
+    for_people(address).resume()
     console.print("going on")
 
 
 @app.command()
 def stop(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """End a run: trainers write a checkpoint and leave, replicas finish what they play."""
-    from services.cli.orchestrator_client import OrchestratorClient
+    from services.cli.orchestrator_client import for_people
 
-    OrchestratorClient(address).stop("millrace stop")
+    for_people(address).stop("millrace stop")
     console.print("stopping")
 
 
