@@ -53,7 +53,7 @@ def run_trainer(settings: Settings) -> None:
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
     # Before torch: the publisher comes up while it is imported.
-    publisher = _publisher(run.run_id, policy, config, run_dir) if rank == 0 else None
+    publisher = _publisher(run.run_id, settings, config, run_dir) if rank == 0 else None
     try:
         if publisher is not None:
             publisher.start()
@@ -183,8 +183,10 @@ def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
         signal.signal(number, leave)
 
 
-def _publisher(run_id: str, policy: str, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
-    return PublisherProcess(run_id=run_id, policy=policy, config=config.weights, run_dir=run_dir)
+def _publisher(run_id: str, settings: Settings, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
+    return PublisherProcess(
+        run_id=run_id, policy=settings.policy, config=config.weights, run_dir=run_dir, host=settings.host
+    )
 
 
 async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> OrchestratorClient:

@@ -62,7 +62,9 @@ class AuthInterceptor(CallInterceptor):
             if not until.expired():
                 raise
             # Told like a lost connection: the caller comes again, with a renewed token or to be told to get one.
-            raise InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one") from None
+            raise InfrastructureError(
+                f"the {found.shown} of this call has expired: call again with a new one"
+            ) from None
 
     def _from_certificate(self, method: str, context: Context) -> Caller:
         shown = context.auth_context().get(_CERTIFICATE)

@@ -120,7 +120,8 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
             f"{own} expired at {moment(who.ends_at)}: make new keys with `millrace keys ... --renew`", why="expired"
         )
     return UnauthenticatedError(
-        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?", why="run"
+        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
+        why="run",
     )
 
 
