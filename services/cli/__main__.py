@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from services.cli.data_commands import data_app
+from services.cli.keys import keys_app
 from services.common.errors import MillraceError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(keys_app, name="keys")
 console = Console()
 errors = Console(stderr=True)
 

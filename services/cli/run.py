@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from services.cli.errors import Interrupted
+from services.cli.launch_keys import keys_of, operate, with_keys
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
@@ -75,12 +76,14 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
     """
     configure(service="launcher", run_dir=run_dir)
+    keys = keys_of(recipe, run_dir)
+    operate(keys)
     begun = time.monotonic()
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, processes, console, stop)
+        _start(recipe, run_dir, processes, console, stop, keys)
         for line in elsewhere:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _follow(recipe, processes, console, stop)
@@ -107,13 +110,15 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
                         f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
                     )
 
-            processes.run_to_end(spec, tick)
+            processes.run_to_end(with_keys(spec, None), tick)
         last = _last_row(metrics) or {}
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
-def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
-    specs = plan(recipe, run_dir)
+def _start(
+    recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal, keys: Path | None
+) -> None:
+    specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)

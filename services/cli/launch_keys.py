@@ -1,0 +1,60 @@
+"""Keys of a run that is launched here: which ones, and which part of them each process gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.cli.keyring import ABOUT, Keyring
+from services.cli.plan import ProcessSpec
+from services.common.config.recipe import Recipe
+from services.common.security.bundle import VARIABLE
+from services.common.security.identity import Identity, configure
+from services.common.security.roles import Role
+
+KEYS = "keys"  # in the run directory
+
+_ROLES = {
+    "orchestrator": Role.ORCHESTRATOR,
+    "envgateway": Role.ENVGATEWAY,
+    "inference": Role.INFERENCE,
+    "trainer": Role.TRAINER,
+}
+
+
+def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory of the run's keys: those that MILLRACE_KEYS names, else its own, made at need; None where it needs none."""
+    if recipe.security.tls == "off":
+        return None
+    if given := environment.get(VARIABLE):
+        return Path(given).resolve()
+    if not recipe.needs_keys:
+        return None
+    folder = run_dir / KEYS
+    if not (folder / ABOUT).exists():
+        hosts = [socket.gethostname(), *recipe.hosts.values()]
+        Keyring.make(
+            folder,
+            str(recipe.run.id),
+            hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
+            client_certificates=recipe.security.client_certificates,
+        )
+    return folder
+
+
+def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
+    """The process with the keys of its role and no others; without keys it sees none."""
+    kind = spec.name.partition("-")[0]
+    value = ""
+    if keys is not None and kind in _ROLES:
+        own = keys / _ROLES[kind].value
+        value = str(own if own.is_dir() else keys)
+    return dataclasses.replace(spec, env={**spec.env, VARIABLE: value})
+
+
+def operate(keys: Path | None) -> Identity | None:
+    """This command acts as an operator of the run, or as a viewer where only such keys are there."""
+    return configure(Role.OPERATOR, Role.VIEWER, environment={VARIABLE: str(keys or "")})
