@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.cli.keyring import ABOUT, Keyring
 from services.cli.plan import ProcessSpec
 from services.common.config.recipe import Recipe
-from services.common.security.bundle import VARIABLE
+from services.common.security.bundle import CA, VARIABLE
 from services.common.security.identity import Identity, configure
 from services.common.security.roles import Role
 
 KEYS = "keys"  # in the run directory
+RENEWED_WITHIN_S = 14 * 86400.0
 
 _ROLES = {
     "orchestrator": Role.ORCHESTRATOR,
@@ -26,23 +27,43 @@ _ROLES = {
 
 
 def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The directory of the run's keys: those that MILLRACE_KEYS names, else its own, made at need; None where it needs none."""
+    """The directory of the run's keys: its own, else those that MILLRACE_KEYS names, else its own, made now; None where it needs none."""
     if recipe.security.tls == "off":
         return None
+    folder = run_dir / KEYS
+    if (folder / CA).exists():
+        return folder
     if given := environment.get(VARIABLE):
         return Path(given).resolve()
     if not recipe.needs_keys:
         return None
-    folder = run_dir / KEYS
-    if not (folder / ABOUT).exists():
-        hosts = [socket.gethostname(), *recipe.hosts.values()]
-        Keyring.make(
-            folder,
-            str(recipe.run.id),
-            hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
-            client_certificates=recipe.security.client_certificates,
-        )
+    from services.cli.keyring import Keyring  # and cryptography: not for runs without keys
+
+    hosts = [socket.gethostname(), *recipe.hosts.values()]
+    Keyring.make(
+        folder,
+        str(recipe.run.id),
+        hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
+        client_certificates=recipe.security.client_certificates,
+    )
     return folder
+
+
+def renew_in_time(keys: Path) -> None:
+    """New certificates and tokens for a run that goes on, when its own would not last ``RENEWED_WITHIN_S`` any more.
+
+    Keys that were copied here can only be renewed where they were made.
+    """
+    from services.cli.keyring import CA_KEY, Keyring
+
+    if not (keys / CA_KEY).exists():
+        return
+    ring = Keyring(keys)
+    if (
+        min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
+        < time.time() + RENEWED_WITHIN_S
+    ):
+        ring.renew()
 
 
 def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from services.cli.errors import Interrupted
-from services.cli.launch_keys import keys_of, operate, with_keys
+from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
@@ -77,6 +77,8 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
     """
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
+    if keys is not None:
+        renew_in_time(keys)
     operate(keys)
     begun = time.monotonic()
     stop = StopSignal()

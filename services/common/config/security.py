@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import field_validator
 
 from services.common.config.base import Section
 
@@ -15,3 +17,9 @@ class SecurityConfig(Section):
     client_certificates: bool = False
     """Off: gRPC callers show a run token with each call. On: they show a certificate in the handshake, and who has none does
     not get further. HTTP takes either while this is off."""
+
+    @field_validator("tls", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: Any) -> Any:
+        """YAML reads a bare `on` or `off` as true or false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
