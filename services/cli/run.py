@@ -111,7 +111,7 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
                         f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
                     )
 
-            processes.run_to_end(spec, tick)
+            processes.run_to_end(with_keys([spec], None)[0], tick)
         last = _last_row(metrics) or {}
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 

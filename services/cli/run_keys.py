@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -30,25 +31,37 @@ from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
 
 KEYS = "keys"
-RENEW_BEFORE_S = 7 * 86400.0
+RENEW_BEFORE_S = 14 * 86400.0
 KEYS_WAIT_S = 3600.0
 _POLL_S = 0.2
+_ANYWHERE = ("0.0.0.0", "::")  # to bind, not to dial
+
+
+def keys_in_use(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory of the run's keys that are there already: its own, else those that MILLRACE_KEYS names."""
+    if recipe.security.tls == "off":
+        return None
+    if (run_dir / KEYS / files.CA).exists():
+        return run_dir / KEYS
+    named = environment.get(VARIABLE, "")
+    return Path(named).resolve() if named else None
 
 
 def keys_of_run(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The directory of the run's keys, made when other nodes need some; None for a run without.
+    """The directory of the run's keys, made where it needs some and has none; None for a run without.
 
-    Renewed when they end within a week and were made here; running processes notice. Also writes the bundles of the other nodes.
+    Renewed when they end within two weeks and were made here; running processes notice. Also writes the bundles of the
+    other nodes.
 
     Raises ``ConfigError`` for keys that cannot be used.
     """
-    named = environment.get(VARIABLE, "")
-    folder = Path(named).resolve() if named else run_dir / KEYS
-    if not named and not folder.exists():
-        if not other_nodes(recipe):
+    folder = keys_in_use(recipe, run_dir, environment)
+    if folder is None:
+        if recipe.security.tls == "off" or not (recipe.needs_keys or other_nodes(recipe)):
             return None
-        _make_once(folder, str(recipe.run.id))
-    elif not named:
+        folder = run_dir / KEYS
+        _make_once(folder, recipe)
+    else:
         _renew_in_time(folder)
     for node in other_nodes(recipe):
         _write_bundle(recipe, run_dir, folder, run_dir / BUNDLES / str(node))
@@ -70,12 +83,10 @@ def keys_of_process(
         ConfigError: the process needs keys that only node 0 has.
         DeadlineError: nobody made them.
     """
-    if named := environment.get(VARIABLE, ""):
-        return Path(named).resolve()
+    if (found := keys_in_use(recipe, run_dir, environment)) is not None:
+        return found
     folder = run_dir / KEYS
-    if folder.exists():
-        return folder
-    if not other_nodes(recipe):
+    if recipe.security.tls == "off" or not (recipe.needs_keys or other_nodes(recipe)):
         return None
     if node != 0:
         raise ConfigError(
@@ -101,8 +112,8 @@ def role_of(process: str) -> Role:
 
 def with_keys(specs: Iterable[ProcessSpec], keys: Path | None) -> list[ProcessSpec]:
     """The same processes, each with the keys of its role and no others."""
-    if keys is None:
-        return list(specs)
+    if keys is None:  # nor those that this process may have been given for something else
+        return [dataclasses.replace(spec, env={**spec.env, VARIABLE: ""}) for spec in specs]
     found = {spec.name: files.find(keys, [role_of(spec.name)]) for spec in specs}
     return [dataclasses.replace(spec, env={**spec.env, VARIABLE: str(found[spec.name])}) for spec in specs]
 
@@ -112,14 +123,20 @@ def act_as(keys: Path | None, *roles: Role) -> None:
     identity.configure(*roles, environment={VARIABLE: str(keys)} if keys is not None else {})
 
 
-def _make_once(folder: Path, run: str) -> None:
+def _make_once(folder: Path, recipe: Recipe) -> None:
     """Whole or not at all: processes of a split launch may come at once, and the first one's keys count."""
     from services.cli.keyring import Keyring
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # mode 700
     try:
-        Keyring.make(partial, run)
+        hosts = [socket.gethostname(), *(host for host in recipe.hosts.values() if host not in _ANYWHERE)]
+        Keyring.make(
+            partial,
+            str(recipe.run.id),
+            hosts=list(dict.fromkeys(hosts)),
+            client_certificates=recipe.security.client_certificates,
+        )
         partial.rename(folder)
     except OSError:
         if not folder.exists():
@@ -129,8 +146,10 @@ def _make_once(folder: Path, run: str) -> None:
 
 
 def _renew_in_time(folder: Path) -> None:
-    from services.cli.keyring import Keyring
+    from services.cli.keyring import CA_KEY, Keyring
 
+    if not (folder / CA_KEY).exists():
+        return  # copied here: renewed where they were made
     keyring = Keyring(folder)
     ends_at = min((min(e.certificate_ends_at, e.token_ends_at) for e in keyring.entries()), default=0.0)
     if ends_at - time.time() < RENEW_BEFORE_S:

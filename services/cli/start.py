@@ -27,7 +27,7 @@ from services.cli.nodes import (
 )
 from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
 from services.cli.processes import Processes
-from services.cli.reach import wait_for_orchestrator
+from services.cli.readiness import wait_for_orchestrator
 from services.cli.run import warm_start
 from services.cli.run_keys import act_as, keys_of_process, keys_of_run, role_of, with_keys
 from services.cli.signals import StopSignal
