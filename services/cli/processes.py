@@ -25,6 +25,7 @@ from services.common.rpc.health import is_serving
 log = structlog.get_logger()
 
 POLL_S = 0.1
+START_AGAIN = os.EX_TEMPFAIL  # of a process that is well, but lost others without which it cannot go on
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class Processes:
             time.sleep(POLL_S)
 
     def watch(self) -> set[str]:
-        """Restart what a signal killed, and return the names that exited with 0.
+        """Restart what a signal killed or what asks for it (``START_AGAIN``); return the names that exited with 0.
 
         Raises ``InfrastructureError`` with the last words of a process that exited with an error or died too often.
         """
@@ -93,11 +94,10 @@ class Processes:
                 continue
             if code == 0:
                 finished.add(name)
-            elif code < 0 and process.restarts < self._max_restarts:
+            elif (code < 0 or code == START_AGAIN) and process.restarts < self._max_restarts:
                 process.restarts += 1
-                log.warning(
-                    "process.restarted", process=name, signal=signal.Signals(-code).name, restart=process.restarts
-                )
+                why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                log.warning("process.restarted", process=name, why=why, restart=process.restarts)
                 process.popen = self._popen(process.spec)
             else:
                 raise InfrastructureError(self._obituary(process.spec, code))
