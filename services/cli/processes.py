@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +64,12 @@ class Processes:
         if process.returncode != 0:
             raise InfrastructureError(self._obituary(spec, process.returncode))
 
-    def wait_ready(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process says SERVING; raises ``DeadlineError`` naming who did not."""
+    def wait_ready(
+        self, timeout_s: float, tick: Callable[[], None] = lambda: None, without: Collection[str] = ()
+    ) -> None:
+        """Wait until every process but those named says SERVING; raises ``DeadlineError`` naming who did not."""
         deadline = time.monotonic() + timeout_s
-        pending = dict(self._running)
+        pending = {name: process for name, process in self._running.items() if name not in without}
         while pending:
             self.watch()
             for name in [n for n, p in pending.items() if is_serving(p.spec.address)]:
