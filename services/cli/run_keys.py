@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from services.cli.nodes import BUNDLES, HOST_VARIABLE, other_nodes
-from services.cli.plan import ProcessSpec
+from services.cli.plan import ProcessSpec, plan
 from services.common.config.loading import save_resolved
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.errors import ConfigError, DeadlineError
@@ -157,12 +157,12 @@ def _renew_in_time(folder: Path) -> None:
 
 
 def _write_bundle(recipe: Recipe, run_dir: Path, keys: Path, bundle: Path) -> None:
-    """Inference services are all that other nodes run: the keys of that role, the settings, what the warm start makes."""
+    """The keys of what that node runs (inference services, shares of trainers), the settings, what the warm start makes."""
     for folder in (bundle.parent, bundle):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_resolved(recipe, bundle)
-    source = files.find(keys, [Role.INFERENCE])
-    files.save(bundle / KEYS / Role.INFERENCE.value, files.load(source))
+    for role in {role_of(spec.name) for spec in plan(recipe, run_dir, int(bundle.name))}:
+        files.save(bundle / KEYS / role.value, files.load(files.find(keys, [role])))
     for policy in recipe.warm_start:
         link = warm_start_dir(bundle, policy)
         if not link.is_symlink():
