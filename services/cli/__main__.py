@@ -55,7 +55,7 @@ def run(
     from services.cli.launch_checks import check_launch
     from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
-    from services.cli.run import headline, prepare, reopen
+    from services.cli.run import headline, prepare, reopen, time_table
     from services.cli.run import run as run_recipe
     from services.common.errors import ConfigError
 
@@ -79,6 +79,7 @@ def run(
     else:
         for key, value in headline(outcome.summary).items():
             console.print(f"  {key:>16}  {value}", highlight=False)
+        console.print(time_table(outcome.summary))
 
 
 @app.command()
@@ -222,14 +223,13 @@ def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
 @app.command()
 def watch(address: AddressOption = DEFAULT_ADDRESS) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
+    from services.cli.follow import follow
     from services.cli.orchestrator_client import OrchestratorClient
     from services.cli.progress_view import ProgressView
 
     client = OrchestratorClient(address)
-    title = client.get_run().run_id
-    with ProgressView(console, title) as view:
-        for progress in client.watch():
-            view.show(progress)
+    with ProgressView(console, client.get_run().run_id) as view:
+        follow(client, view)
 
 
 @app.command()

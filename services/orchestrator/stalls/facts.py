@@ -20,8 +20,7 @@ class ReplicaFacts:
     num_reports: int = 0
     num_running: int = 0  # slots that it was given
     stream_open: bool = True
-    orders: Mapping[str, float] = field(default_factory=dict)  # issued task groups, when they were given
-    running: frozenset[str] | None = None  # task groups that it says it plays; None before its first report
+    unseen_orders: tuple[float, ...] = ()  # when task groups were given to it that it has never said it plays
     peers: tuple[PeerState, ...] = ()
 
 

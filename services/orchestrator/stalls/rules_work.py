@@ -116,8 +116,8 @@ def _step_overdue(account: AccountState, facts: Facts, patience: Patience) -> fl
 def stuck_waits(facts: Facts, patience: Patience) -> Iterator[Finding]:
     """An activity that something is in, of which none has ended for long: a call of a gateway, a reward, a checkpoint."""
     for account in facts.accounts.values():
-        if account.component.startswith(("publisher/", GATEWAY)):
-            continue  # what they do is seen from those who wait for it
+        if account.component.startswith(("publisher/", GATEWAY, ORCHESTRATOR)):
+            continue  # what they do is seen from those who wait for them
         for activity in account.activities:
             if activity.name in RESTING or activity.name in COMPUTING or activity.name == GENERATING:
                 continue
@@ -174,19 +174,18 @@ def unacknowledged_records(facts: Facts, patience: Patience) -> Iterator[Finding
 
 
 def lost_orders(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Slots were issued, the replica reports, and neither plays them nor has anything on its way."""
+    """Slots were issued, the replica reports, and has never said that it plays them."""
+    if facts.journal_blocked or facts.journal_oldest_s > LEAST_S / 2:
+        return  # it may have played them, and nothing becomes durable
     for replica in facts.replicas:
-        records = facts.accounts.get(f"{replica.component}/records")
-        sending = records is not None and any(a.on == ORCHESTRATOR for a in records.now())
-        missing = [since for name, since in replica.orders.items() if name not in (replica.running or ())]
-        idle = replica.running is not None and not sending and replica.stream_open
-        since = patience.holds(("orders", replica.component), idle and bool(missing), facts.now, LEAST_S)
-        if since is not None:
+        unseen = replica.unseen_orders if replica.stream_open else ()
+        if unseen and facts.now - min(unseen) > LEAST_S:
             yield Finding(
                 component=replica.component,
                 cause=Cause.ORDER_LOST,
-                detail=f"{len(missing)} task groups were sent to it {facts.now - min(missing):.0f} s ago and it plays none",
-                since=since,
+                detail=f"{len(unseen)} task groups were sent to it {facts.now - min(unseen):.0f} s ago, and its reports "
+                "know nothing of them",
+                since=min(unseen),
             )
 
 

@@ -181,7 +181,7 @@ def records_do_not_arrive(run: MadeUpRun) -> None:
 
 
 def order_lost(run: MadeUpRun) -> None:
-    run.set_replica(orders={"g": run.now, "h": run.now}, running=frozenset({"g"}))
+    run.set_replica(unseen_orders=(run.now,))
 
 
 def all_filtered(run: MadeUpRun) -> None:
@@ -348,7 +348,7 @@ def test_a_full_quota_that_makes_no_batch_is_named() -> None:
     run = MadeUpRun()
     run.run(HEALTHY_S)
     run.freeze("records")
-    run.set_replica(num_running=0, orders={})
+    run.set_replica(num_running=0)
     run.set_account(lambda: account("trainer/model0", activity("waiting_for_batch", "orchestrator", age=50.0)))
     run.set_account(lambda: account("replica/a", activity("waiting for task groups", "orchestrator", age=50.0)))
     run.set_policy(quota_full=True, num_kept=3)
