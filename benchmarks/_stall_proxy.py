@@ -56,7 +56,7 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 if self._mode == f"slow-{direction}" else 65536):
-                while self._mode == "hold":
+                while self._mode == "hold":  # noqa: ASYNC110 - the mode is a file's
                     await asyncio.sleep(LOOK_S)
                 if self._mode == f"drop-{direction}":
                     continue

@@ -7,6 +7,7 @@ what dies.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -96,7 +97,7 @@ class World:
                 "trainer", sys.executable, str(HERE / "stalls.py"), "--trainer", f"{address}/{self.shape.train_s}"
             )
 
-    def wait_until_healthy(self, versions: int = 3, seconds: float = 12.0) -> None:
+    def wait_until_healthy(self, versions: int = 3, seconds: float = 9.0) -> None:
         """So many versions and seconds into the run, with nothing that stands still: what is normal has been seen."""
         deadline, since = time.monotonic() + READY_S, None
         while True:
@@ -123,12 +124,11 @@ class World:
 
     def close(self, keep: bool = False) -> None:
         self.client.close()
+        started = [pid for process in self.processes.values() for pid, _, _ in _below(process.pid)]
+        for pid in [process.pid for process in self.processes.values()] + started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # stopped ones, too
         for process in self.processes.values():
-            for number in (signal.SIGCONT, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    break
             process.wait(10)
         if self.shape.small_disk:
             subprocess.run(["umount", "-l", str(self.run_dir)], check=False)
@@ -270,17 +270,16 @@ def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _below(root: int) -> list[tuple[int, list[str], dict[str, str]]]:
-    """(pid, words, environment) of all processes of a session."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    """(pid, words, environment) of all that a process has started, directly or not; torchrun's ranks are no session of its."""
+    parents, found = {root}, []
+    for entry in sorted((e for e in Path("/proc").iterdir() if e.name.isdigit()), key=lambda e: int(e.name)):
         try:
-            if os.getsid(int(entry.name)) != root:
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) not in parents:
                 continue
+            parents.add(int(entry.name))
             words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             pairs = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-        except (OSError, ProcessLookupError):
+        except OSError:
             continue
         found.append((int(entry.name), words, dict(pair.partition("=")[::2] for pair in pairs)))
     return found

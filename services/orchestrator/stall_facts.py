@@ -72,6 +72,11 @@ def _replica(replica: Replica) -> ReplicaFacts:
         unseen_orders=tuple(
             a.since for a in replica.assignments.values() if a.num_unseen >= UNSEEN_REPORTS and not a.seen
         ),
+        untaken={
+            policy: replica.held[policy].number
+            for policy, (told, _) in replica.announced.items()
+            if policy in replica.held and replica.held[policy].number < told
+        },
         peers=replica.peers,
     )
 

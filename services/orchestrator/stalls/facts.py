@@ -21,6 +21,7 @@ class ReplicaFacts:
     num_running: int = 0  # slots that it was given
     stream_open: bool = True
     unseen_orders: tuple[float, ...] = ()  # when task groups were given to it that it has never said it plays
+    untaken: Mapping[str, int] = field(default_factory=dict)  # policies of which it was told a newer version: held one
     peers: tuple[PeerState, ...] = ()
 
 
