@@ -10,6 +10,7 @@ from pathlib import Path
 from services.common import logs
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.services import MetricsConfig
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.common.security import identity
@@ -48,20 +49,20 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        config, run_id, redis_uri = _told(arguments)
+        config, run_id, redis_uri, metrics = _told(arguments)
         logs.configure("envgateway", arguments.run_dir)
         sandbox = SandboxPool.start_before_threads(config.sandbox)
         identity.configure(Role.ENVGATEWAY)  # only now: what the sandbox was forked from has read no keys
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
-        asyncio.run(serve(config, sandbox, run_id, redis_uri))
+        asyncio.run(serve(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=arguments.run_dir))
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 
 
-def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
-    """The settings, the id of the run, and the URI of Redis."""
-    section, run_id = None, ""
+def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str, MetricsConfig]:
+    """The settings, the id of the run, the URI of Redis, and whether metrics are served."""
+    section, run_id, metrics = None, "", MetricsConfig()
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -69,7 +70,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
             recipe = load_recipe(arguments.recipe, arguments.overrides)
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
-        section, run_id = recipe.envgateway, recipe.run.id or ""
+        section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
@@ -78,7 +79,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
-    return config, run_id, redis_uri
+    return config, run_id, redis_uri, metrics
 
 
 if __name__ == "__main__":
