@@ -12,13 +12,17 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
 from services.common.accounts import TimeAccount
 from services.common.aio import TaskOwner, deadline
 from services.common.errors import DeadlineError
+from services.common.hosts import host_of
 from services.common.logs import bind, configure
+from services.common.loopback import is_loopback
 from services.common.pb import pool_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.channel import channel
@@ -51,15 +55,24 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 async def run_replica(
-    *, orchestrator: str, name: str, replica_id: str, port: int | None, num_slots: int | None
+    *,
+    orchestrator: str,
+    name: str,
+    replica_id: str,
+    port: int | None,
+    num_slots: int | None,
+    host: str | None = None,
+    run_dir: Path | None = None,
 ) -> None:
     """Serve until drained, SIGTERM or a failure. Raises ``MillraceError`` with what to do."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure("inference", None, f"inference-{replica_id}")
     settings = await fetch_run(orchestrator)
-    config = replica_config(settings.recipe, name, port, num_slots)
-    run_dir = settings.run_dir if settings.run_dir.is_dir() else None  # elsewhere when the replica is far away
-    configure("inference", run_dir, f"inference-{replica_id}")
+    config = replica_config(settings.recipe, name, port, num_slots, host)
+    if run_dir is not None:
+        settings = replace(settings, run_dir=run_dir)
+    # The orchestrator's own is elsewhere when the replica is far away.
+    configure("inference", settings.run_dir if settings.run_dir.is_dir() else None, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
     workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(
@@ -126,7 +139,7 @@ async def run_replica(
                 gateway_state=gateway_watch.state,
             )
             server.set_accounts(replica.accounts)
-            weights_address = server.address if relays else ""
+            weights_address = server.address if relays and _is_reached_at(config.host, orchestrator) else ""
             identity = ReplicaIdentity(
                 replica_id=replica_id,
                 incarnation=incarnation,
@@ -148,6 +161,11 @@ async def run_replica(
         for loaded in policies.values():
             await loaded.served.engine.stop()
         await server.stop()
+
+
+def _is_reached_at(host: str, orchestrator: str) -> bool:
+    """Whether other replicas may reach this one there: not at loopback when the run spans several machines."""
+    return not is_loopback(host) or is_loopback(host_of(orchestrator))
 
 
 async def _serve(

@@ -22,6 +22,7 @@ from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.server import Server
+from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
@@ -93,12 +94,15 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         lambda: gauges(ring, tasks_to_train),
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
+    server.set_accounts(lambda: [ring.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
+    watchdog = Watchdog()
+    watchdog.start()
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(ring).run(), "watch")
@@ -113,6 +117,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
                 if task.done():
                     task.result()
         finally:
+            watchdog.stop()
             failed.cancel()
             await server.stop()
             await journal.close()

@@ -91,6 +91,8 @@ class Experience:
         self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
+        self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
+        self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
@@ -151,6 +153,7 @@ class Experience:
         _, dropped = dynamic_sampling([group], config.dynamic_sampling)
         if dropped:
             self._since_batch[policy].num_groups_equal += 1
+            self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, "sequences_filtered_equal_rewards")
             return "equal_rewards", None
         if config.resample is not None:
@@ -172,6 +175,8 @@ class Experience:
             self._drop(group, "sequences_expired")
             return "expired", None
         self._buffered[group.task_group_id] += 1
+        self.num_kept[policy] += group.size
+        self.num_filtered_in_a_row[policy] = 0
         return "kept", group
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:

@@ -13,6 +13,7 @@ from services.orchestrator.ring import Ring
 def gauges(ring: Ring, source: TaskSource) -> dict[str, float]:
     """``source``: the tasks to train on."""
     left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
+    now = ring.clock()
     return {
         "tasks": float(len(source)),
         "tasks_too_long": float(left_out),  # their prompts are
@@ -24,9 +25,8 @@ def gauges(ring: Ring, source: TaskSource) -> dict[str, float]:
         "journal_records": float(ring.journal.num_records),
         "journal_commits": float(ring.journal.num_commits),
         "journal_blocked": float(bool(ring.journal.blocked)),
-        "trainer_idle_share": ring.timeline.trainer_idle_share(),
-        "replica_idle_share": ring.timeline.replica_idle_share(),
         "overlap_share": ring.timeline.overlap_share,
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.stalls},
         **_policies(ring),
         **_replicas(ring),
         **{f"counter/{name}": float(count) for name, count in ring.counters.items()},

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.accounts import AccountState, PeerState, TimeAccount
 from services.common.config.recipe import Recipe
 from services.common.errors import InvalidRequestError, StateError, UnknownPolicyError
 from services.common.types import WeightVersion
@@ -38,6 +39,8 @@ from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Held, Hello, Replica, ReplicaPool
 from services.orchestrator.run_control import RunControl
+from services.orchestrator.stalls.book import AccountBook
+from services.orchestrator.stalls.detector import Stall
 from services.orchestrator.timeline import Stretch, Timeline
 from services.orchestrator.trainers import Trainer, TrainerLeases
 from services.orchestrator.versions import VersionLedger
@@ -72,6 +75,10 @@ class Ring:
         self.groups: dict[str, TaskGroup] = {}
         self.names = GroupNames(run_mark)
         self.timeline = Timeline()
+        self.account = TimeAccount("orchestrator", clock=clock)
+        self.book = AccountBook()
+        self.stalls: tuple[Stall, ...] = ()  # what keeps the run from going on
+        self.lost: dict[str, float] = {}  # components whose lease ran out, and when; until they are back
         self.metrics = RunMetrics(run_dir)
         self.control = RunControl(self._control_changed)
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
@@ -137,6 +144,7 @@ class Ring:
 
     def join_replica(self, hello: Hello) -> Replica:
         replica = self.pool.join(hello)
+        self.lost.pop(f"replica/{hello.replica_id}", None)
         log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
         self._adopt_checkpoints(hello.held)
         self.dispatcher.adopt(replica, hello.running)
@@ -168,10 +176,28 @@ class Ring:
         num_tokens: int,
         emission: Iterable[Stretch],
         gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
     ) -> None:
-        replica = self.pool.report(replica_id, incarnation, held=held, num_tokens=num_tokens, gauges=gauges)
+        replica = self.pool.report(
+            replica_id,
+            incarnation,
+            held=held,
+            num_tokens=num_tokens,
+            gauges=gauges,
+            running=running,
+            accounts=accounts,
+            peers=peers,
+        )
         self.timeline.emitted(replica_id, emission)
         self.dispatcher.sync_versions(replica)
+        self.dispatcher.schedule()
+
+    def replica_lost(self, replica: Replica) -> None:
+        """A replica's lease ran out."""
+        self.counters["replica_leases_lost"] += 1
+        self.lost[f"replica/{replica.replica_id}"] = self.clock()
         self.dispatcher.schedule()
 
     def orphaned(self, task_group_ids: list[str]) -> None:
@@ -257,6 +283,7 @@ class Ring:
     ) -> Trainer:
         trainer = self.trainers.join(self.policy(policy), incarnation, num_ranks, recovered_version, labels)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        self.lost.pop(f"trainer/{policy}", None)
         self.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
         if self.control.ended:
@@ -267,6 +294,7 @@ class Ring:
 
     def trainer_lost(self, policy: str) -> None:
         """The trainer of a policy is gone: the others go on without it."""
+        self.lost[f"trainer/{policy}"] = self.clock()
         self.counters["trainer_leases_lost"] += 1
         self.experience.admission.absent.add(policy)
         self.dispatcher.schedule()

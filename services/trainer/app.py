@@ -54,7 +54,7 @@ def run_trainer(settings: Settings) -> None:
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
     # Before torch: the publisher comes up while it is imported.
-    publisher = _publisher(run, policy, run_dir) if rank == 0 else None
+    publisher = _publisher(run, settings, run_dir) if rank == 0 else None
     try:
         if publisher is not None:
             publisher.start()
@@ -184,10 +184,14 @@ def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
         signal.signal(number, leave)
 
 
-def _publisher(run: RunSettings, policy: str, run_dir: Path) -> PublisherProcess:
-    config = run.recipe.policies[policy].weights
+def _publisher(run: RunSettings, settings: Settings, run_dir: Path) -> PublisherProcess:
     return PublisherProcess(
-        run_id=run.run_id, policy=policy, config=config, run_dir=run_dir, metrics=run.recipe.metrics
+        run_id=run.run_id,
+        policy=settings.policy,
+        config=run.recipe.policies[settings.policy].weights,
+        run_dir=run_dir,
+        host=settings.host,
+        metrics=run.recipe.metrics,
     )
 
 

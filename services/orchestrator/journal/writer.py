@@ -84,6 +84,8 @@ class Journal:
         self.num_commits = 0
         self._committed_at = 0.0
         self.num_records = 0
+        self._num_submitted = 0
+        self._waiting_since = 0.0  # the last write, or when the first record came after it
 
     @property
     def _index_path(self) -> Path:
@@ -99,6 +101,9 @@ class Journal:
         """Queue a record. ``encode`` is called in the writer thread and must not read what may still change."""
         if self._failed is not None:
             raise InfrastructureError(f"the journal has failed: {self._failed}")
+        if self._num_submitted == self.num_records:
+            self._waiting_since = time.monotonic()
+        self._num_submitted += 1
         self._queue.put(_Entry(kind, key, encode, on_durable))
 
     def append(
@@ -115,6 +120,11 @@ class Journal:
 
         self.submit(kind, key, encode, durable)
         return future
+
+    @property
+    def waiting_s(self) -> float:
+        """How long records have waited without any being written; 0 when none waits."""
+        return time.monotonic() - self._waiting_since if self._num_submitted > self.num_records else 0.0
 
     def free_bytes(self) -> int:
         return self._probe(self.directory)
@@ -217,6 +227,7 @@ class Journal:
             for kind, size in before.items():
                 self._writers[kind].undo(size)
             raise
+        self._waiting_since = time.monotonic()
         self._next_number += len(rows)
         self.num_records += len(rows)
         self.num_commits += 1
