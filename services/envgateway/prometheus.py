@@ -28,6 +28,7 @@ METRICS = (
     Metric("millrace_rewards_total", "counter", "Rewards by outcome.", "rewards_{outcome}"),
     Metric("millrace_math_worker_events_total", "counter", "Math workers replaced, by reason.", "math_worker_{event}"),
     Metric("millrace_stalled_threads", "gauge", "Threads of environments or tools that do not return.", "stalled_threads"),
+    Metric("millrace_oldest_thread_seconds", "gauge", "How long the oldest of them has been at it.", "oldest_thread_s"),
     Metric("millrace_world_processes", "gauge", "Processes that hold an environment's games.", "{world}_engine_processes"),
     Metric("millrace_world_games", "gauge", "Games that are open in them.", "{world}_engine_games"),
     Metric("millrace_world_events_total", "counter", "Starts and ends of these processes.", "{world}_engine_{event}"),

@@ -72,7 +72,8 @@ async def run_replica(
     if run_dir is not None:
         settings = replace(settings, run_dir=run_dir)
     # The orchestrator's own is elsewhere when the replica is far away.
-    configure("inference", settings.run_dir if settings.run_dir.is_dir() else None, f"inference-{replica_id}")
+    here = settings.run_dir if settings.run_dir.is_dir() else None
+    configure("inference", here, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
     workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(
@@ -101,7 +102,7 @@ async def run_replica(
 
         endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
     try:
-        await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=run_dir)
+        await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=here)
         if endpoint is not None:
             await endpoint.start()
         for policy in config.policies or settings.recipe.policies:
