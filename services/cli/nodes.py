@@ -92,7 +92,7 @@ def name_of_node_0(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
 
 
 def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What to paste on every other node: a line that fetches its bundle from here, and one for each of its processes.
+    """What to paste on every other node: a line that fetches its bundle from here, and one that starts its processes.
 
     ``recipe`` is the resolved one of ``run_dir``. Pasting it again does no harm, and goes on after whatever ended it.
     """
@@ -106,10 +106,12 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
         variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/inference"
+        starts = []
         for process in (f"inference-{n}" for n, service in recipe.inference.items() if service.node == node):
             script = SCRIPTS.get(process)
             command = f"{script} {here}" if script else f"python -m services.cli start {here} {process}"
-            lines.append(f"  {variables} {command}")
+            starts.append(f"{variables} {command}")
+        lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")
     return lines
 
 
