@@ -312,6 +312,36 @@ def weights(
 
 
 @app.command()
+def trace(
+    run: RunArgument,
+    group: Annotated[str | None, typer.Argument(help="A task group, as --list shows them.")] = None,
+    phases: Annotated[bool, typer.Option("--phases", help="Also every phase of every rollout.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it into this PNG.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List task groups instead, the newest last.")] = False,
+    order: Annotated[Literal["newest", "slowest"], typer.Option("--sort", help="The order of --list.")] = "newest",
+    state: Annotated[
+        str | None, typer.Option("--status", help="Of --list, only these, e.g. trained, filtered, failed, running.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of --list, only what was trained in this step.", min=0)] = None,
+    last: Annotated[int, typer.Option(help="How many to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What happened to a task group, from the prompt to the gradient: who had it when, what it did, what it waited for.
+
+    Needs the run directory alone: while the run goes on, after it, and after any of its processes was killed.
+    """
+    from services.cli.trace.command import list_groups, show_group
+    from services.common.errors import ConfigError
+
+    if list_ or group is None:
+        if output is not None:
+            raise ConfigError("name the task group to draw: millrace trace RUN GROUP -o FILE.png")
+        list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
+    else:
+        show_group(run, group, console, phases=phases, output=output, as_json=as_json)
+
+
+@app.command()
 def replay(
     run: RunArgument,
     step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],

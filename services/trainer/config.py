@@ -15,7 +15,7 @@ The orchestrator may be away, then or later: the trainer waits and says so. Kill
 loads its newest checkpoint, trains the recorded batches again and goes on.
 Several ranks: python -m services.trainer.launch_ranks --num-ranks N --policy POLICY --orchestrator HOST:PORT
 Exit codes: 0 the run has ended or SIGTERM came, 1 anything that another start may mend, 2 the recipe, the model or a
-checkpoint cannot be used (the message says why).
+checkpoint cannot be used (the message says why), 75 another rank was lost (started again, all resume together).
 """
 
 

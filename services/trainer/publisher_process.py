@@ -68,6 +68,9 @@ class PublisherProcess:
                     return
                 except (BrokenPipeError, EOFError):
                     pass  # it died between the look and the word
+                except DeadlineError as error:
+                    log.warning("publisher.killed", error=error.message)
+                    self._process.kill()  # frozen: replicas wait for this version
             self._start_again()
 
     def stop(self) -> None:
@@ -98,6 +101,8 @@ class PublisherProcess:
     def _start_again(self) -> None:
         """It is then told again what it served."""
         log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
+        if self._process is not None:
+            self._process.wait(STOP_TIMEOUT_S)  # one that was killed holds the port until it is gone
         self._start()
         self._announced = [known for known in self._announced if known.exists()]
         for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader
