@@ -47,6 +47,7 @@ def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [policy["weights"] for policy in tree["policies"].values()]
     for section in sections:
         if is_loopback(section["host"]):
             section["host"] = here

@@ -41,7 +41,7 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
         gateway = address(recipe.envgateway.host, recipe.envgateway.port)
         specs.append(_spec("envgateway", gateway, "services.envgateway", "--run-dir", str(run_dir)))
     trainers = [
-        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), host=recipe.orchestrator.host)
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir))
         for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
     ]
     return [*specs, *services, *trainers]
@@ -65,9 +65,11 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
     )
 
 
-def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str, host: str = LOOPBACK) -> ProcessSpec:
-    """The trainer of one policy, its ranks under one launcher; its versions are fetched at ``host``."""
+def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
+    """The trainer of one policy, its ranks under one launcher; ``host``: where its versions are fetched, if not as the
+    recipe says."""
     trainer = recipe.policies[policy].trainer
+    own = () if host is None else ("--host", host)
     module = ["services.trainer"]
     if trainer.num_ranks > 1:
         module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks}"]
@@ -76,7 +78,7 @@ def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str, 
     return _spec(
         f"trainer-{policy}",
         address(LOOPBACK, trainer.port),
-        *(*module, "--policy", policy, "--orchestrator", orchestrator, "--host", host, *more),
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
     )
@@ -120,12 +122,10 @@ def ports_in_use(recipe: Recipe) -> list[str]:
         if service.node != 0
         for port in ("port", "endpoint.port")
     }
-    hosts = {"orchestrator": recipe.orchestrator.host}
-    hosts |= {f"inference.{name}": service.host for name, service in recipe.inference.items()}
-    hosts |= {"envgateway": recipe.envgateway.host} if recipe.envgateway else {}
+    hosts = recipe.hosts
     problems = []
     for where, port in recipe.ports():
-        host = hosts.get(where.removesuffix(".port"), LOOPBACK)
+        host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
         if port and where not in elsewhere and is_here(host) and not is_free(port, host):
             problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.status import Status
 
 from services.cli.errors import Interrupted
+from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
+from services.cli.node_bundles import write_bundles
 from services.cli.nodes import commands_for_other_nodes, with_addresses
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import orchestrator_address, plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
-from services.cli.run_keys import act_as, keys_of_run, with_keys
 from services.cli.signals import StopSignal
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.logs import configure
-from services.common.security.roles import Role
 
 log = structlog.get_logger()
 
@@ -77,14 +77,17 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
     """
     configure(service="launcher", run_dir=run_dir)
+    keys = keys_of(recipe, run_dir)
+    if keys is not None:
+        renew_in_time(keys)
+        write_bundles(recipe, run_dir, keys)
+    operate(keys)
     begun = time.monotonic()
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        keys = keys_of_run(recipe, run_dir)
-        act_as(keys, Role.OPERATOR)
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, keys, processes, console, stop)
+        _start(recipe, run_dir, processes, console, stop, keys)
         for line in commands_for_other_nodes(recipe, run_dir):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _follow(recipe, processes, console, stop)
@@ -111,15 +114,15 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
                         f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
                     )
 
-            processes.run_to_end(spec, tick)
+            processes.run_to_end(with_keys(spec, None), tick)
         last = _last_row(metrics) or {}
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
 def _start(
-    recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
+    recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal, keys: Path | None
 ) -> None:
-    specs = with_keys(plan(recipe, run_dir), keys)
+    specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)

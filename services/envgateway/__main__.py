@@ -13,6 +13,7 @@ from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.common.security import identity
+from services.common.security.binding import check_keys_are_there
 from services.common.security.roles import Role
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, with_variables
@@ -48,10 +49,11 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        config, run_id, redis_uri = _told(arguments)
+        config, run_id, redis_uri, needs_keys = _told(arguments)
         logs.configure("envgateway", arguments.run_dir)
         sandbox = SandboxPool.start_before_threads(config.sandbox)
-        identity.configure(Role.ENVGATEWAY)  # only now: what the sandbox was forked from has read no keys
+        # Only now: what the sandbox was forked from has read no keys.
+        check_keys_are_there(needs_keys, identity.configure(Role.ENVGATEWAY))
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
         asyncio.run(serve(config, sandbox, run_id, redis_uri))
@@ -59,9 +61,9 @@ def main() -> None:
         sys.exit(f"error: {error.message}")
 
 
-def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
-    """The settings, the id of the run, and the URI of Redis."""
-    section, run_id = None, ""
+def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str, bool]:
+    """The settings, the id of the run, the URI of Redis, and whether the run wants TLS."""
+    section, run_id, needs_keys = None, "", False
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -70,6 +72,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
         section, run_id = recipe.envgateway, recipe.run.id or ""
+        needs_keys = recipe.needs_keys
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
@@ -78,7 +81,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
-    return config, run_id, redis_uri
+    return config, run_id, redis_uri, needs_keys
 
 
 if __name__ == "__main__":

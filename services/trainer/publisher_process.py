@@ -36,10 +36,10 @@ class PublisherProcess:
     """One publisher, restarted on the same address when it dies; it is then told again what it served."""
 
     def __init__(
-        self, *, run_id: str, policy: str, config: WeightsConfig, run_dir: Path | None = None, host: str = "127.0.0.1"
+        self, *, run_id: str, policy: str, config: WeightsConfig, run_dir: Path | None = None, host: str | None = None
     ) -> None:
         self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
-        self._arguments += [f"--host={host}"]
+        self._arguments += [f"--host={host}"] if host is not None else []
         self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
         self._port = config.port
         self._keep = config.keep_versions

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from services.cli.keyring import Keyring
+from services.cli.launch_keys import keys_of, renew_in_time, with_keys
+from services.cli.node_bundles import keys_of_process, write_bundles
 from services.cli.plan import plan
-from services.cli.run_keys import keys_of_process, keys_of_run, with_keys
 from services.common.config.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -24,13 +25,23 @@ from services.common.security.roles import Role
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = REPOSITORY / "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
+NODE_0 = "orchestrator.host=192.0.2.17"  # as node 0 fills in
 VARIABLE = "MILLRACE_KEYS"
 
 
 def two_nodes(run_dir: Path, *settings: str) -> Recipe:
-    recipe = load_recipe(TWO_NODES, (f"run.id={run_dir.name}", *settings), {})
+    recipe = load_recipe(TWO_NODES, (f"run.id={run_dir.name}", NODE_0, *settings), {})
     save_resolved(recipe, run_dir)
     return recipe
+
+
+def keys_of_run(recipe: Recipe, run_dir: Path, environment: dict[str, str]) -> Path | None:
+    """As ``millrace run`` does."""
+    keys = keys_of(recipe, run_dir, environment)
+    if keys is not None:
+        renew_in_time(keys)
+        write_bundles(recipe, run_dir, keys)
+    return keys
 
 
 def test_a_run_on_one_node_has_no_keys_unless_some_are_named(tmp_path: Path) -> None:
@@ -38,18 +49,18 @@ def test_a_run_on_one_node_has_no_keys_unless_some_are_named(tmp_path: Path) -> 
     assert keys_of_run(recipe, tmp_path, {}) is None
     assert keys_of_run(recipe, tmp_path, {VARIABLE: str(tmp_path / "mine")}) == tmp_path / "mine"
     specs = plan(recipe, tmp_path)
-    assert with_keys(specs, None) == specs and list(tmp_path.iterdir()) == []
+    assert {with_keys(spec, None).env[VARIABLE] for spec in specs} == {""} and list(tmp_path.iterdir()) == []
 
 
 def test_each_process_gets_the_keys_of_its_role_and_no_others(tmp_path: Path) -> None:
     recipe = two_nodes(tmp_path)
     keys = keys_of_run(recipe, tmp_path, {})
     assert keys == tmp_path / "keys"
-    for spec in with_keys(plan(recipe, tmp_path), keys):
+    for spec in (with_keys(spec, keys) for spec in plan(recipe, tmp_path)):
         role = Role(spec.name.partition("-")[0])
         found = identity.load(Path(spec.env[VARIABLE]), role)
         assert (found.role, found.run) == (role, tmp_path.name)
-    trainer = next(spec for spec in with_keys(plan(recipe, tmp_path), keys) if spec.name == "trainer-model0")
+    trainer = with_keys(next(spec for spec in plan(recipe, tmp_path) if spec.name == "trainer-model0"), keys)
     assert identity.load(Path(trainer.env[VARIABLE]), Role.PUBLISHER).role is Role.PUBLISHER, "which it starts"
 
 
@@ -68,7 +79,9 @@ def test_the_bundle_of_node_1_holds_the_settings_and_one_role(tmp_path: Path) ->
 
 def test_starting_checkpoints_that_the_run_makes_are_part_of_the_bundle(tmp_path: Path) -> None:
     """Also after the copy was prepared: they are made later."""
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", (f"run.id={tmp_path.name}", "inference.a.node=1"), {})
+    recipe = load_recipe(
+        REPOSITORY / "recipes/quickstart", (f"run.id={tmp_path.name}", NODE_0, "inference.a.node=1"), {}
+    )
     keys_of_run(recipe, tmp_path, {})
     (tmp_path / "warm_start" / "model0").mkdir(parents=True)
     (tmp_path / "warm_start" / "model0" / "config.json").write_text("{}")
