@@ -92,9 +92,14 @@ def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
     return dataclasses.replace(spec, env={**spec.env, VARIABLE: value})
 
 
+def role_of(process: str) -> Role:
+    """The role of a process by its name in the plan."""
+    return _ROLES[process.partition("-")[0]]
+
+
 def act_as(keys: Path | None, process: str) -> Identity | None:
     """This command calls others as one of the run's processes, which it is about to start, would."""
-    return configure(_ROLES[process.partition("-")[0]], environment={VARIABLE: str(keys or "")})
+    return configure(role_of(process), environment={VARIABLE: str(keys or "")})
 
 
 def operate(keys: Path | None) -> Identity | None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.launch_keys import KEYS
+from services.cli.launch_keys import KEYS, role_of
 from services.cli.nodes import BUNDLES, HOST_VARIABLE, other_nodes
+from services.cli.plan import plan
 from services.common.config.loading import save_resolved
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.errors import ConfigError, DeadlineError
@@ -74,15 +75,15 @@ def keys_of_process(
 
 
 def _write(recipe: Recipe, run_dir: Path, keys: Path, bundle: Path) -> None:
-    """Inference services are all that other nodes run."""
+    """The keys of what that node runs (inference services, shares of trainers), the settings, what the warm start makes."""
     for folder in (bundle.parent, bundle):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_resolved(recipe, bundle)
-    source = files.find(keys, [Role.INFERENCE])
-    target = bundle / KEYS / Role.INFERENCE.value
-    files.save(target, files.load(source))
-    if (source / Role.AGENT.value).is_dir():  # which the replica hands to the agents that it starts
-        files.save(target / Role.AGENT.value, files.load(source / Role.AGENT.value))
+    for role in {role_of(spec.name) for spec in plan(recipe, run_dir, int(bundle.name))}:
+        source, target = files.find(keys, [role]), bundle / KEYS / role.value
+        files.save(target, files.load(source))
+        if role is Role.INFERENCE and (source / Role.AGENT.value).is_dir():  # for the agents that a replica starts
+            files.save(target / Role.AGENT.value, files.load(source / Role.AGENT.value))
     for policy in recipe.warm_start:
         link = warm_start_dir(bundle, policy)
         if not link.is_symlink():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.free_ports import LOOPBACK
+from services.cli.plan import plan
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.hosts import is_here
@@ -30,7 +31,7 @@ _NOWHERE = ("192.0.2.1", 9)  # an address of documentation: nothing is sent ther
 
 def other_nodes(recipe: Recipe) -> list[int]:
     """The nodes beside node 0 that a recipe names."""
-    return sorted({service.node for service in recipe.inference.values()} - {0})
+    return recipe.nodes()[1:]
 
 
 def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> Recipe:
@@ -106,9 +107,10 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
             f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
-        variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/inference"
         starts = []
-        for process in (f"inference-{n}" for n, service in recipe.inference.items() if service.node == node):
+        for process in (spec.name for spec in plan(recipe, run_dir, node)):
+            role = process.partition("-")[0]
+            variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/{role}"
             script = SCRIPTS.get(process)
             command = f"{script} {here}" if script else f"python -m services.cli start {here} {process}"
             starts.append(f"{variables} {command}")

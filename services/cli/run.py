@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
 from services.cli.node_bundles import write_bundles
 from services.cli.nodes import commands_for_other_nodes, with_addresses
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import orchestrator_address, plan, ports_in_use, warm_start_commands, with_free_ports
+from services.cli.plan import (
+    orchestrator_address,
+    plan,
+    ports_in_use,
+    trainer_name,
+    warm_start_commands,
+    with_free_ports,
+)
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.cli.signals import StopSignal
@@ -87,9 +95,12 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, processes, console, stop, keys)
-        for line in commands_for_other_nodes(recipe, run_dir):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        shared = {trainer_name(name, 0) for name, policy in recipe.policies.items() if len(policy.trainer.nodes) > 1}
+        if shared:
+            _tell_other_nodes(recipe, run_dir, console)  # their ranks are waited for
+        _start(recipe, run_dir, keys, processes, console, stop, shared)
+        if not shared:
+            _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, processes, console, stop)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
@@ -99,6 +110,11 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
+
+
+def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:
+    for line in commands_for_other_nodes(recipe, run_dir):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
@@ -120,15 +136,22 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
 
 
 def _start(
-    recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal, keys: Path | None
+    recipe: Recipe,
+    run_dir: Path,
+    keys: Path | None,
+    processes: Processes,
+    console: Console,
+    stop: StopSignal,
+    later: Collection[str],  # processes that cannot be ready before other nodes have come
 ) -> None:
     specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check)
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in specs)}")
+        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check, later)
+    ready = [spec for spec in specs if spec.name not in later]
+    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
 
 
 def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:

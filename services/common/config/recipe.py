@@ -189,6 +189,11 @@ class Recipe(Section):
             return [(policy,) for policy in chosen or self.policies]
         return [chosen]
 
+    def nodes(self) -> list[int]:
+        """The nodes that it names, 0 first."""
+        named = {service.node for service in self.inference.values()}
+        return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
+
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
         ports = [("orchestrator.port", self.orchestrator.port)]
