@@ -131,7 +131,7 @@ def token(
 
 def _about(what: Path, run_id: str | None) -> tuple[str, bool, Path]:
     """The run's id, whether it demands certificates, and where its keys lie by default."""
-    from services.cli.run_keys import KEYS
+    from services.cli.launch_keys import KEYS
     from services.common.config.loading import RESOLVED, load_recipe, load_resolved
 
     if (what / RESOLVED).is_file():

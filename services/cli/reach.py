@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from services.cli.launch_keys import keys_of, operate
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.run_keys import act_as, keys_in_use
+from services.cli.plan import orchestrator_address
 from services.common.config.loading import load_resolved
 from services.common.security.bundle import VARIABLE
-from services.common.security.roles import Role
-
-PEOPLE = (Role.OPERATOR, Role.VIEWER)
 
 
 def reach(address: str, run: Path | None) -> OrchestratorClient:
@@ -21,8 +19,8 @@ def reach(address: str, run: Path | None) -> OrchestratorClient:
     """
     if run is None:
         given = os.environ.get(VARIABLE)
-        act_as(Path(given) if given else None, *PEOPLE)
+        operate(Path(given) if given else None)
         return OrchestratorClient(address)
     recipe = load_resolved(run)
-    act_as(keys_in_use(recipe, run), *PEOPLE)
-    return OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
+    operate(keys_of(recipe, run))
+    return OrchestratorClient(orchestrator_address(recipe))
