@@ -83,7 +83,7 @@ def test_variables_count_ranks_on_every_node(tmp_path: Path) -> None:
         ("nodes=[0, 2, 3]", r"num_ranks is 8, which 3 nodes .* write a multiple of 3"),
         ("rendezvous_port=0", r"rendezvous_port is 0, a free port, which other nodes cannot know"),
         ("interface=''", r"interface is missing: .* unencrypted, so name the network interface of a private network"),
-        ("gpus=[4, 5]", r"2 GPUs on each of 2 nodes for 8 ranks.* trainer\.num_ranks: 4, or 4 GPUs"),
+        ("gpus=[4, 5]", r"2 GPUs on each of 2 nodes for 8 ranks.*trainer\.num_ranks: 4, or 4 GPUs"),
         ("gpus=[0, 1, 2, 3]", r"both take GPU 0 of node 0"),
     ],
 )
