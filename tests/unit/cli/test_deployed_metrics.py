@@ -11,9 +11,10 @@ import yaml
 
 from services.cli.deploy.command import deploy
 from services.cli.deploy.metrics import dashboard
-from services.cli.metrics_catalogue import names
+from services.cli.metrics_catalogue import markdown_table, names
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
+from tests.documented import DOCS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -55,3 +56,9 @@ def test_a_port_of_a_process_that_is_not_there_or_of_two_is_refused() -> None:
         load_recipe(QUICKSTART, [*ON, "metrics.ports.inference-z=9000"], {})
     with pytest.raises(ConfigError, match="both 9000"):
         load_recipe(QUICKSTART, [*ON, "metrics.ports.inference-a=9000", "metrics.ports.orchestrator=9000"], {})
+
+
+def test_the_documented_table_is_what_the_code_exposes() -> None:
+    assert (DOCS / "observability.md").read_text().count(markdown_table()) == 1, (
+        "run: python -c 'from services.cli.metrics_catalogue import markdown_table; print(markdown_table())'"
+    )
