@@ -12,6 +12,8 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
+from services.common.security import identity
+from services.common.security.roles import Role
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, with_variables
 
@@ -49,6 +51,7 @@ def main() -> None:
         config, run_id, redis_uri = _told(arguments)
         logs.configure("envgateway", arguments.run_dir)
         sandbox = SandboxPool.start_before_threads(config.sandbox)
+        identity.configure(Role.ENVGATEWAY)  # only now: what the sandbox was forked from has read no keys
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
         asyncio.run(serve(config, sandbox, run_id, redis_uri))

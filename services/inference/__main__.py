@@ -30,9 +30,12 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from services.common.security import identity
+    from services.common.security.roles import Role
     from services.inference.app import run_replica
 
     try:
+        identity.configure(Role.INFERENCE)
         asyncio.run(
             run_replica(
                 orchestrator=arguments.orchestrator,

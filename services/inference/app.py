@@ -22,6 +22,7 @@ from services.common.pb import pool_pb2_grpc
 from services.common.rpc.channel import channel
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
+from services.common.security.roles import Peer
 from services.common.transfer.serving import add_weight_service
 from services.common.transfer.source import PayloadSource
 from services.inference.config import replica_config
@@ -86,7 +87,7 @@ async def run_replica(
             await policies[policy].served.engine.start()
             if (relay := policies[policy].relay) is not None:
                 relays[policy] = relay
-        async with channel(orchestrator) as connection:
+        async with channel(orchestrator, Peer.ORCHESTRATOR) as connection:
             incarnation = uuid.uuid4().hex
             sender = TrajectorySender(
                 pool_pb2_grpc.PoolServiceStub(connection), replica_id=replica_id, incarnation=incarnation

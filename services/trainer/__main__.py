@@ -17,9 +17,12 @@ def main() -> int:
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from services.common.security import identity
+    from services.common.security.roles import Role
     from services.trainer.app import run_trainer
 
     try:
+        identity.configure(Role.TRAINER)
         run_trainer(settings)
     except MillraceError as error:
         sys.stderr.write(f"trainer: {error.message}\n")

@@ -29,6 +29,7 @@ from services.common.errors import (
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.rpc.streams import call_cancellation_is_an_error
+from services.common.security.roles import Peer
 from services.common.serde import (
     Interval,
     interval_to_proto,
@@ -84,7 +85,7 @@ class OrchestratorClient:
         self._policy = policy
         self._num_ranks = num_ranks
         self._incarnation = uuid.uuid4().hex
-        self._channel = channel(address)
+        self._channel = channel(address, Peer.ORCHESTRATOR)
         self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
         self._tasks = TaskOwner()
         self._welcomed: asyncio.Future[Welcome] | None = None

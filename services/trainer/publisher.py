@@ -24,6 +24,8 @@ from services.common.logs import configure
 from services.common.memory import keep_freed_memory
 from services.common.process import die_with_parent_if_asked
 from services.common.rpc.server import Server
+from services.common.security import identity
+from services.common.security.roles import Role
 from services.common.transfer.serving import add_weight_service
 from services.trainer.publisher_store import PublisherStore
 
@@ -38,6 +40,7 @@ def main() -> None:
     keep_freed_memory(one_arena=True)
     configure("publisher", arguments.run_dir, f"publisher-{arguments.policy}")
     try:
+        identity.configure(Role.PUBLISHER)
         asyncio.run(_serve(arguments))
     except MillraceError as error:
         _answer({"error": error.message})
@@ -105,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-id", required=True, help="the run; other runs are refused")
     parser.add_argument("--policy", required=True, help="the policy whose versions are served")
-    parser.add_argument("--host", default="127.0.0.1", help="bind address; only loopback is allowed")
+    parser.add_argument("--host", default="127.0.0.1", help="bind address; without keys only loopback")
     parser.add_argument(
         "--weights",
         type=WeightsConfig.model_validate_json,

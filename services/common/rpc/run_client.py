@@ -15,6 +15,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.security.roles import Peer
 
 log = structlog.get_logger()
 
@@ -45,7 +46,7 @@ async def fetch_run(address: str, timeout_s: float = FIRST_CONTACT_S) -> RunSett
 
 
 async def _ask(address: str) -> run_pb2.GetRunResponse:
-    async with channel(address) as connection:
+    async with channel(address, Peer.ORCHESTRATOR) as connection:
         stub = run_pb2_grpc.RunServiceStub(connection)
         for delay in backoff(0.2, 2.0):
             try:

@@ -20,6 +20,7 @@ from services.common.errors import (
 from services.common.loopback import is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.security.roles import Peer
 from services.common.serde_weights import payload_from_proto
 from services.common.transfer.host import host_identity
 from services.common.transfer.serde_requests import payload_request_to_proto
@@ -55,7 +56,7 @@ class WeightSource:
         self._run_id = run_id
         self._transports = tuple(transports)
         self._links = links if links is not None else LinkSpeeds()
-        self._channel = channel(address)
+        self._channel = channel(address, Peer.WEIGHTS)
         self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(self._channel)
         self._offers: dict[str, Transport] = {}
         self._offered_payload = ""
