@@ -56,7 +56,9 @@ class Keyring:
             self.hosts = [str(host) for host in about["hosts"]]
             self.client_certificates = bool(about["client_certificates"])
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(f"{folder} holds no keys of a run: make them with `millrace keys RECIPE -o {folder}`") from None
+            raise ConfigError(
+                f"{folder} holds no keys of a run: make them with `millrace keys RECIPE -o {folder}`"
+            ) from None
 
     @classmethod
     def make(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,18 @@ from rich.console import Console
 from rich.status import Status
 
 from services.cli.errors import Interrupted
+from services.cli.nodes import commands_for_other_nodes, with_addresses
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
+from services.cli.plan import orchestrator_address, plan, ports_in_use, warm_start_commands, with_free_ports
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
+from services.cli.run_keys import act_as, keys_of_run, with_keys
 from services.cli.signals import StopSignal
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.logs import configure
+from services.common.security.roles import Role
 
 log = structlog.get_logger()
 
@@ -41,9 +43,9 @@ class Outcome:
 
 
 def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
-    """Resolve id, ports and directory of a new run and save the resolved recipe there.
+    """Resolve id, addresses, ports and directory of a new run and save the resolved recipe there.
 
-    Raises ``ConfigError`` when the directory exists already or a port is taken.
+    Raises ``ConfigError`` when the directory exists already, a port is taken, or other nodes could not reach this one.
     """
     recipe = with_run_id(recipe)
     run_dir = (Path(recipe.run.dir) / str(recipe.run.id)).resolve()
@@ -52,7 +54,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
             f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
             f"or go on with it: millrace run --resume {run_dir}"
         )
-    recipe = with_free_ports(recipe)
+    recipe = with_free_ports(with_addresses(recipe))
     if taken := ports_in_use(recipe):
         raise ConfigError("\n".join(taken))
     save_resolved(recipe, run_dir)
@@ -67,10 +69,10 @@ def reopen(run_dir: Path) -> tuple[Recipe, Path]:
     return recipe, run_dir.resolve()
 
 
-def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str] = ()) -> Outcome:
+def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     """Run to the end. Ctrl-C and SIGTERM stop what was started and raise ``Interrupted``.
 
-    ``elsewhere``: what to tell when node 0 is up, such as the commands for other nodes.
+    When node 0 is up, the commands for other nodes are printed.
 
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
     """
@@ -79,9 +81,11 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
+        keys = keys_of_run(recipe, run_dir)
+        act_as(keys, Role.OPERATOR)
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, processes, console, stop)
-        for line in elsewhere:
+        _start(recipe, run_dir, keys, processes, console, stop)
+        for line in commands_for_other_nodes(recipe, run_dir):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _follow(recipe, processes, console, stop)
     except KeyboardInterrupt:
@@ -112,8 +116,10 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
         console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
 
 
-def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
-    specs = plan(recipe, run_dir)
+def _start(
+    recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
+) -> None:
+    specs = with_keys(plan(recipe, run_dir), keys)
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
@@ -123,7 +129,7 @@ def _start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console
 
 
 def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:
-    client = OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
+    client = OrchestratorClient(orchestrator_address(recipe))
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:

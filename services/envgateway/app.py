@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
+from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
+from services.common.watchdog import Watchdog
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
@@ -35,6 +38,14 @@ from services.envgateway.servicer_judge import JudgeServicer
 from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.tools.builtin import built_in_tools
 from services.envgateway.tools.registry import ToolBox, load_tools
+
+THREAD_OVERDUE_S = 20.0  # of one call of what others wrote, before its stack is logged
+_ACTIVITIES = {
+    "/millrace.v1.EnvironmentService/": "playing episodes",
+    "/millrace.v1.CodeExecutionService/": "running programs",
+    "/millrace.v1.JudgeService/": "judging programs",
+    "/millrace.v1.RewardService/": "computing rewards",
+}
 
 
 class Gateway:
@@ -57,13 +68,15 @@ class Gateway:
         environments = self._environments
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
+        self._account = TimeAccount("envgateway", rest=Activity("waiting for calls", on="inference"))
+        self._watchdog = Watchdog(probes={"environments, rewards and tools": lambda: THREADS.overdue(THREAD_OVERDUE_S)})
         self.server = Server(
             service="envgateway",
             instance_id="envgateway",
             host=config.host,
             port=config.port,
             run_id=run_id,
-            interceptors=[ClientInterceptor()],
+            interceptors=[ClientInterceptor(), AccountInterceptor(self._account, _ACTIVITIES)],
         )
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,
@@ -81,12 +94,14 @@ class Gateway:
         self.server.add(
             pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
         )
+        self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
         self.http = _make_http(config, self.queue, self._rewards)
         self.task_server = _make_task_server(config, self._episodes, environments)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
+        self._watchdog.start()
         self.queue.start()
         port = await self.server.start()
         if self.http is not None:
@@ -107,6 +122,7 @@ class Gateway:
         await self._tasks.close()
         await self._episodes.close_all()
         await self._environments.close()
+        self._watchdog.stop()
         await self.queue.close()
         await asyncio.gather(self._math.close(), self._sandbox.close())
 
@@ -117,6 +133,7 @@ class Gateway:
             **self._environments.gauges,
             "episodes_live": float(self._episodes.num_live),
             "stalled_threads": float(THREADS.num_stalled),
+            "oldest_thread_s": stuck.seconds if (stuck := THREADS.overdue(0.0)) is not None else 0.0,
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
             **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
             **{f"rewards_{name}": float(n) for name, n in self._rewards.counts.items()},

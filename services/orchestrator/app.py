@@ -21,6 +21,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
 from services.common.rpc.server import Server
+from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
@@ -90,11 +91,14 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         lambda: {**_task_gauges(tasks_to_train), **_gauges(ring)},
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
+    server.set_accounts(lambda: [ring.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)
     await server.start()
     journal.start()
+    watchdog = Watchdog()
+    watchdog.start()
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(ring).run(), "watch")
@@ -109,6 +113,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
                 if task.done():
                     task.result()
         finally:
+            watchdog.stop()
             failed.cancel()
             await server.stop()
             await journal.close()

@@ -57,6 +57,7 @@ class Ingest:
         self._pending: dict[tuple[str, int], list[Callable[[RecordOutcome], None]]] = {}
         self.failures_in_a_row = 0  # since the last trajectory
         self.last_failure = ""
+        self.num_durable = 0  # records that this process made durable
 
     def submit(self, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
         """Take a record in; ``answer`` is called once, when its outcome is certain."""
@@ -99,6 +100,7 @@ class Ingest:
 
         def durable() -> None:
             waiting = self._pending.pop(slot)
+            self.num_durable += 1
             # A task group that was cancelled meanwhile wants nothing more.
             if group.id in self._groups and group.resolve(record):
                 self._on_resolved(group, record)

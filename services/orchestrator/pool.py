@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from services.common.accounts import AccountState, PeerState
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError, SupersededError
 from services.orchestrator.commands import LeavePool, ReplicaCommand
 from services.orchestrator.mailbox import Mailbox
@@ -63,6 +64,10 @@ class Replica:
     tokens_per_s: float = 0.0
     reported_at: float | None = None
     gauges: Mapping[str, float] = field(default_factory=dict)
+    num_reports: int = 0
+    running: frozenset[str] | None = None  # task groups that it says it plays; None before its first report
+    accounts: tuple[AccountState, ...] = ()
+    peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
 
     @property
     def num_running(self) -> int:
@@ -147,6 +152,9 @@ class ReplicaPool:
         held: Mapping[str, Held],
         num_tokens: int,
         gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
     ) -> Replica:
         """Renew the lease.
 
@@ -165,8 +173,16 @@ class ReplicaPool:
         replica.reported_at, replica.num_tokens = now, num_tokens
         replica.held = dict(held)
         replica.gauges = gauges
+        replica.num_reports += 1
+        replica.running = None if running is None else frozenset(running)
+        replica.accounts, replica.peers = accounts, peers
         self._renew(replica)
         return replica
+
+    def prolong(self, seconds: float) -> None:
+        """Leases do not run while nobody here listens: this process itself stood still."""
+        for replica in self._replicas.values():
+            replica.lease_until += seconds
 
     def stream_ended(self, replica: Replica, mailbox: Mailbox[ReplicaCommand]) -> None:
         """A stream broke or was closed; the lease goes on, except for a drained replica with nothing left to play."""

@@ -13,6 +13,7 @@ from services.common import serde
 from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.serde_accounts import account_from_proto, peer_from_proto
 from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
 from services.orchestrator.acks import AckQueue
@@ -102,6 +103,9 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             num_tokens=request.num_generated_tokens,
             emission=[serde.interval_from_proto(interval) for interval in request.emission_intervals],
             gauges=dict(request.gauges),
+            running=request.running_task_group_ids if request.accounts else None,
+            accounts=tuple(account_from_proto(account) for account in request.accounts),
+            peers=tuple(peer_from_proto(peer) for peer in request.peers),
         )
         for transfer in request.weight_transfers:
             self._ring.metrics.weight_transfer(request.replica_id, weight_transfer_from_proto(transfer))

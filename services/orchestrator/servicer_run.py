@@ -11,6 +11,7 @@ import grpc
 from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.serde_accounts import account_to_proto
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
 from services.orchestrator.ring import Ring
@@ -123,6 +124,18 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
         evaluations=[evaluation_to_proto(result) for result in now.evaluations],
         counters=dict(now.counters),
         waits=now.waits,
+        stalls=[
+            run_pb2.Stall(
+                component=stall.component,
+                cause=stall.cause,
+                detail=stall.detail,
+                since=serde.timestamp_to_proto(stall.since),
+                advice=stall.advice,
+                chain=stall.chain,
+            )
+            for stall in now.stalls
+        ],
+        accounts=[account_to_proto(account) for account in now.accounts],
     )
 
 

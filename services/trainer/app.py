@@ -16,8 +16,10 @@ from services.common.config.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
 from services.common.logs import bind, configure
 from services.common.memory import keep_freed_memory
+from services.common.rpc.peer_watch import PeerWatch
 from services.common.rpc.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
+from services.common.watchdog import Watchdog
 from services.trainer.config import Settings
 from services.trainer.loop_thread import LoopThread
 from services.trainer.orchestrator_client import OrchestratorClient
@@ -39,6 +41,8 @@ def run_trainer(settings: Settings) -> None:
     """
     keep_freed_memory()
     thread = LoopThread("trainer-grpc")
+    watchdog = Watchdog()
+    watchdog.start(thread.loop)
     run = thread.call(fetch_run(settings.orchestrator))
     policy = settings.policy
     if policy not in run.recipe.policies:
@@ -49,7 +53,7 @@ def run_trainer(settings: Settings) -> None:
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
     # Before torch: the publisher comes up while it is imported.
-    publisher = _publisher(run.run_id, policy, config, run_dir) if rank == 0 else None
+    publisher = _publisher(run.run_id, settings, config, run_dir) if rank == 0 else None
     try:
         if publisher is not None:
             publisher.start()
@@ -65,6 +69,7 @@ def run_trainer(settings: Settings) -> None:
     finally:
         if publisher is not None:
             publisher.stop()
+        watchdog.stop()
         thread.stop()
 
 
@@ -79,7 +84,7 @@ def _train(
 ) -> None:
     import torch
 
-    from services.trainer.link import GrpcLink
+    from services.trainer.link import GrpcLink, rank_account
     from services.trainer.loop import TrainingLoop
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
     from services.trainer.snapshot import Snapshots
@@ -91,7 +96,14 @@ def _train(
     directories = snapshot_directories(config.weights, run_dir)
     if ranks.is_first:
         sweep(directories)
+    account = rank_account(policy, ranks.rank)
+    client.report.accounts = lambda: [account.state()]
+    if ranks.is_first:
+        _watch_publisher(policy, client, thread, publisher)
+    else:
+        thread.loop.call_soon_threadsafe(client.report_as_rank, ranks.rank)
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
+    step.on_progress = account.beat
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks)
     checkpoint_step = checkpoints.newest() or 0
     if checkpoint_step:
@@ -101,7 +113,7 @@ def _train(
     _leave_on_signal(client, thread)  # from here on every wait heeds it
     loop = TrainingLoop(
         step=step,
-        link=GrpcLink(client, thread, ranks.rank),
+        link=GrpcLink(client, thread, ranks.rank, account),
         publisher=SnapshotPublisher(
             policy=policy,
             snapshots=Snapshots(
@@ -129,6 +141,17 @@ def _train(
         client.report.state = "exporting"
         _export(step, tokenizer, run_dir / "export" / policy, ranks, config)
     loop.wait_for_stop(done)
+
+
+def _watch_publisher(
+    policy: str, client: OrchestratorClient, thread: LoopThread, publisher: PublisherProcess | None
+) -> None:
+    """Ask the publisher how it is, beside the training, and report it: replicas alone know only that they wait."""
+    if publisher is None:
+        return
+    watch = PeerWatch(f"publisher/{policy}", lambda: publisher.address)
+    client.report.peers = lambda: [state] if (state := watch.state()) is not None else []
+    thread.loop.call_soon_threadsafe(lambda: client.start(watch.run(), "publisher watch"))
 
 
 def _leave_ranks() -> None:
@@ -160,8 +183,10 @@ def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
         signal.signal(number, leave)
 
 
-def _publisher(run_id: str, policy: str, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
-    return PublisherProcess(run_id=run_id, policy=policy, config=config.weights, run_dir=run_dir)
+def _publisher(run_id: str, settings: Settings, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
+    return PublisherProcess(
+        run_id=run_id, policy=settings.policy, config=config.weights, run_dir=run_dir, host=settings.host
+    )
 
 
 async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> OrchestratorClient:
@@ -181,5 +206,6 @@ async def _serve(config: PolicyConfig, policy: str, run_id: str, client: Orchest
     server.set_gauges(
         lambda: {**report.gauges, **{name: getattr(report, name) for name in steps}}, lambda: {"state": report.state}
     )
+    server.set_accounts(lambda: report.accounts())
     await server.start()
     return server

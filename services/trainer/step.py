@@ -15,6 +15,7 @@ It knows nothing about gRPC, versions, checkpoints or publishing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -81,6 +82,7 @@ class TrainStep:
         self._needs_region = self._algorithm.needs_trust_region and config.m2po_scope == "minibatch"
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
+        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
 
     def run(self, batch: RankBatch) -> StepMetrics:
@@ -143,7 +145,11 @@ class TrainStep:
 
     @torch.no_grad()
     def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
-        return [forward(self.model, m, self._temperature)[0] for m in micro_batches]
+        found = []
+        for micro_batch in micro_batches:
+            found.append(forward(self.model, micro_batch, self._temperature)[0])
+            self.on_progress()
+        return found
 
     def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
         """Log-probabilities under the weights at step start.
@@ -180,6 +186,7 @@ class TrainStep:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
             self.ranks.backward(loss)
+            self.on_progress()
         assert context is not None
         if context.region is not None:
             share = 1.0 / self.ranks.world_size  # every rank holds the same region, and ranks are added up

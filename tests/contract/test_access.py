@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,7 +25,7 @@ from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.channel import channel, translated_errors
 from services.common.rpc.credentials import channel_options
 from services.common.rpc.server import Server
-from services.common.security import handshake, identity
+from services.common.security import handshake, identity, tokens
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
@@ -71,7 +72,7 @@ async def test_a_wrong_role_is_refused_with_what_would_be_allowed(tmp_path: Path
     async with serving(as_role(keys, Role.ORCHESTRATOR)) as (servicer, server):
         async with dial(server.address, as_role(keys, Role.INFERENCE)) as connection:
             stub = run_pb2_grpc.RunServiceStub(connection)
-            with pytest.raises(PermissionDeniedError, match="inference may not call .*StopRun: allowed to operator"):
+            with pytest.raises(PermissionDeniedError, match=r"inference may not call .*StopRun: allowed to operator"):
                 with translated_errors("orchestrator"):
                     await stub.StopRun(run_pb2.StopRunRequest(), timeout=5)
             with pytest.raises(PermissionDeniedError), translated_errors("orchestrator"):
@@ -147,19 +148,20 @@ async def test_a_clock_that_differs_within_the_leeway_does_no_harm(keys: Keyring
     assert (await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")).run_id == "r1"
 
 
-async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyring) -> None:
+@pytest.mark.parametrize("left_s", [-0.1, 0.3], ids=["in its first write", "while it waits"])
+async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyring, left_s: float) -> None:
     who = as_role(keys, Role.ORCHESTRATOR)
-    ahead = 0.0
-    who.clock = lambda: time.time() + ahead
+    token = keys.token(Role.VIEWER, 1)
+    ends_at = tokens.read(token).ends_at
+    who.clock = lambda: ends_at - left_s
     async with serving(who) as (servicer, server):
         credentials = grpc.ssl_channel_credentials(who.bundle.ca)
         async with grpc.aio.secure_channel(server.address, credentials) as connection:
-            ahead = 3600 - 0.3  # the token has a moment left
-            bearer = (("authorization", f"Bearer {keys.token(Role.VIEWER, 1)}"),)
+            bearer = (("authorization", f"Bearer {token}"),)
             call = run_pb2_grpc.RunServiceStub(connection).WatchRun(run_pb2.WatchRunRequest(), metadata=bearer)
             with pytest.raises(InfrastructureError, match="token of this call has expired"):
                 with translated_errors("orchestrator"):
-                    await remaining(call)
+                    await asyncio.wait_for(remaining(call), 10)
         await asyncio.wait_for(servicer.ended.wait(), 5)
 
 
@@ -245,8 +247,9 @@ def stranger(path: Path) -> Identity:
 
 def grown_old(path: Path) -> Identity:
     """An operator whose keys of the same run have run out."""
-    Keyring(path / "keys", clock=lambda: time.time() - 20 * 86400).renew(days=10)
-    return as_role(Keyring(path / "keys"), Role.OPERATOR)
+    shutil.copytree(path / "keys", path / "old")
+    Keyring(path / "old", clock=lambda: time.time() - 20 * 86400).renew(days=10)
+    return as_role(Keyring(path / "old"), Role.OPERATOR)
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -273,7 +276,7 @@ async def test_a_good_handshake_and_an_absent_peer_are_no_matter_of_keys(keys: K
 
 
 async def test_keys_of_another_run_do_not_serve_this_one(keys: Keyring) -> None:
-    with identity.used(as_role(keys, Role.ORCHESTRATOR)), pytest.raises(ConfigError, match="keys of run 'r1'.*'r7'"):
+    with identity.used(as_role(keys, Role.ORCHESTRATOR)), pytest.raises(ConfigError, match=r"keys of run 'r1'.*'r7'"):
         make_server(RunServicer(), run_id="r7")
 
 

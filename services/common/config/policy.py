@@ -12,6 +12,8 @@ from services.common.config.optimizer import OptimizerConfig
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
+OFFLOAD_BUCKET_BYTES = 256 << 20  # of parameters whose moments travel together when the optimizer is offloaded
+
 
 class ModelConfig(Section):
     path: str | None = None
@@ -111,6 +113,15 @@ class TrainerConfig(Section):
     """Type of forward and backward."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    offload: list[Literal["optimizer", "reference"]] = []
+    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the model of the
+    KL term, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
+    the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What one rank's device can do in `compute_dtype`, in 10^12 floating-point operations per second, for the metric `mfu`;
+    left out, from a table of GPUs, and no `mfu` for a device that is not in it."""
     token_budget: int = Field(default=16384, ge=16)
     """Tokens of one packed micro-batch. Changes memory and speed, never the gradient."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)

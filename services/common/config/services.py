@@ -23,6 +23,8 @@ class RolloutConfig(Section):
     """A rollout that takes longer is a failure."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
+    timing: bool = True
+    """Keep with each record what its rollout did and when, for `millrace trace`."""
 
 
 class OrchestratorConfig(Section):

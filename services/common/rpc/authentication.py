@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import AccessError, InfrastructureError
-from services.common.rpc.interceptors import CallInterceptor, Context, Handler
+from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
 from services.common.security.caller import Caller, Gatekeeper, caller, permit
 from services.common.security.identity import Identity
 
@@ -48,29 +48,56 @@ class AuthInterceptor(CallInterceptor):
     def _unary(self, method: str, behaviour: Any) -> Any:
         return super()._unary(method, behaviour) if self._by_certificate else behaviour
 
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def wrapped(request: Any, context: Context) -> None:
+            async with self.around(method, context):
+                found = caller.get()
+                assert found is not None, "set where the caller was identified"
+                left_s = max(0.0, found.ends_at - self._clock())
+                # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
+                ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+                try:
+                    async with asyncio.timeout(left_s) as limit:
+                        await written(behaviour, request, _Ending(context, limit, ended))
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise ended from None
+
+        return wrapped
+
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
-        found = caller.get()
         if self._by_certificate:
-            found = self._from_certificate(method, context)
-            caller.set(found)
-        assert found is not None, "set where the token was checked"
-        try:
-            async with asyncio.timeout(max(0.0, found.ends_at - self._clock())) as until:
-                yield
-        except TimeoutError:
-            if not until.expired():
-                raise
-            # Told like a lost connection: the caller comes again, with a renewed token or to be told to get one.
-            raise InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one") from None
+            caller.set(self._from_certificate(method, context))
+        yield
 
     def _from_certificate(self, method: str, context: Context) -> Caller:
-        shown = context.auth_context().get(_CERTIFICATE)
-        found = self._gatekeeper.identify(
-            _authorization(context.invocation_metadata() or ()), bytes(shown[0]) if shown else None
-        )
+        shown = next(iter(context.auth_context().get(_CERTIFICATE, ())), None)
+        found = self._gatekeeper.identify(_authorization(context.invocation_metadata()), shown)
         permit(found, method)
         return found
+
+
+class _Ending:
+    """The context of a stream that a time limit ends, but never within a write: after a write that was cancelled,
+    grpc.aio can send no status any more, and the caller would wait for ever."""
+
+    def __init__(self, context: Context, limit: asyncio.Timeout, ended: InfrastructureError) -> None:
+        self._context = context
+        self._limit = limit
+        self._ended = ended
+        self._ends_at = limit.when() or 0.0  # of the event loop's clock
+
+    async def write(self, message: object) -> None:
+        self._limit.reschedule(None)
+        await self._context.write(message)
+        self._limit.reschedule(self._ends_at)
+        if asyncio.get_running_loop().time() >= self._ends_at:
+            raise self._ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _refusal(error: AccessError) -> Handler:

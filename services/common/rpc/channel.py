@@ -80,9 +80,7 @@ def channel(address: str, peer: Peer = Peer.MEMBER) -> grpc.aio.Channel:
     if who is None:
         return _Channel(grpc.aio.insecure_channel(address, options=_OPTIONS))
     options = [*_OPTIONS, *channel_options(peer)]
-    return _SecureChannel(
-        who, lambda: grpc.aio.secure_channel(address, channel_credentials(who), options=options)
-    )
+    return _SecureChannel(who, lambda: grpc.aio.secure_channel(address, channel_credentials(who), options=options))
 
 
 class _Channel(grpc.aio.Channel):

@@ -26,7 +26,9 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
         return _configuration(fresh)
 
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(served), renewed, require_client_authentication=served.client_certificates
+        _configuration(served),
+        renewed,  # type: ignore[arg-type]  # None: nothing has changed
+        require_client_authentication=served.client_certificates,
     )
 
 

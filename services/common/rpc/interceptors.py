@@ -60,22 +60,25 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def _streaming(self, method: str, behaviour: Any) -> Any:
-        """A coroutine that writes, not a generator that yields.
-
-        grpc leaves a generator suspended when its call is cancelled; it would be finalised in another task, where
-        context variables cannot be restored, at a time of the garbage collector's choosing.
-        """
-
         async def wrapped(request: Any, context: Context) -> None:
             async with self.around(method, context):
-                if not inspect.isasyncgenfunction(behaviour):
-                    await behaviour(request, context)  # writes to the context itself
-                    return
-                async with aclosing(behaviour(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
+                await written(behaviour, request, context)
 
         return wrapped
+
+
+async def written(behaviour: Any, request: Any, context: Any) -> None:
+    """Run a streaming behaviour as a coroutine that writes, not a generator that yields.
+
+    grpc leaves a generator suspended when its call is cancelled; it would be finalised in another task, where
+    context variables cannot be restored, at a time of the garbage collector's choosing.
+    """
+    if not inspect.isasyncgenfunction(behaviour):
+        await behaviour(request, context)  # writes to the context itself
+        return
+    async with aclosing(behaviour(request, context)) as responses:
+        async for response in responses:
+            await context.write(response)
 
 
 class ErrorInterceptor(CallInterceptor):

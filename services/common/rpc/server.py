@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.accounts import AccountState
 from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.pb import status_pb2, status_pb2_grpc
@@ -35,6 +36,7 @@ from services.common.rpc.messages import MessageInterceptor, RateInterceptor
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.serde import timestamp_to_proto
+from services.common.serde_accounts import account_to_proto
 
 log = structlog.get_logger()
 
@@ -44,6 +46,7 @@ STOP_CALLBACK_S = 30.0
 
 Gauges = Callable[[], Mapping[str, float]]
 Labels = Callable[[], Mapping[str, str]]
+Accounts = Callable[[], Iterable[AccountState]]
 
 
 class Server:
@@ -78,6 +81,7 @@ class Server:
                 ErrorInterceptor(),
                 *_authentication(self.identity),
                 RateInterceptor(),
+                *_authentication(self.identity),
                 *interceptors,
                 MessageInterceptor(),
             ],
@@ -114,6 +118,10 @@ class Server:
     def set_gauges(self, gauges: Gauges, labels: Labels = dict) -> None:
         """Numbers and texts that GetStatus shows."""
         self._status.gauges, self._status.labels = gauges, labels
+
+    def set_accounts(self, accounts: Accounts) -> None:
+        """Where this process's time goes, for GetStatus."""
+        self._status.accounts = accounts
 
     def set_run_id(self, run_id: str) -> None:
         check_bind(self.service, self.host, self.identity, run_id)
@@ -200,6 +208,7 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self.state = "starting"
         self.gauges: Gauges = dict
         self.labels: Labels = dict
+        self.accounts: Accounts = tuple
 
     async def GetStatus(
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -212,6 +221,7 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
             started_at=timestamp_to_proto(self._started_at),
             gauges=dict(self.gauges()),
             labels=dict(self.labels()),
+            accounts=[account_to_proto(account) for account in self.accounts()],
         )
 
 

@@ -64,7 +64,8 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
     try:
         with context.wrap_socket(connection, server_hostname=peer.dns_name) as talk:
             talk.settimeout(_FIRST_WORD_S)
-            talk.recv(1)
+            if not talk.recv(1) and who.bundle.client_certificates:
+                return _refused(address, "it closed the connection", who)
     except ssl.SSLCertVerificationError as error:
         return _distrusted(address, error, who, peer)
     except TimeoutError:
@@ -120,7 +121,8 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
             f"{own} expired at {moment(who.ends_at)}: make new keys with `millrace keys ... --renew`", why="expired"
         )
     return UnauthenticatedError(
-        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?", why="run"
+        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
+        why="run",
     )
 
 
