@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -20,15 +19,6 @@ WITH_A_MODEL = ["torch-qwen3", "torch-qwen2", "torch-llama", "forced-qwen3", "fo
 def kv_policy() -> KvPolicy:
     """What happens to KV caches at an update; a test that wants another overrides it."""
     return KvPolicy.RECOMPUTE
-
-
-@pytest.fixture(scope="session")
-def sglang_python() -> str:
-    """The interpreter that has SGLang; engines find it by the variable themselves."""
-    python = os.environ.get("MILLRACE_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("MILLRACE_SGLANG_PYTHON names no interpreter that has SGLang: make test-sglang")
-    return python
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
