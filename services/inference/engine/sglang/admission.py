@@ -65,11 +65,11 @@ class Admission:
         """Give turns while a server has room. Called when one may have."""
         while self._queue:
             head = self._queue[0]
-            rooms = [Room(s.index, s.in_flight, s.window.size) for s in self._servers if s.serving]
+            rooms = [Room(s.index, s.in_flight, s.window.size) for s in self._servers if s.has_room]
+            if not rooms:
+                return
             sequence = head.playing.sequence
             chosen = choose(rooms, self._prefixes.find(sequence))
-            if chosen is None:
-                return
             self._queue.popleft()
             server = self._servers[chosen]
             server.in_flight += 1

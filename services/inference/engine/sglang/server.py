@@ -54,6 +54,10 @@ class Server:
         return self._client
 
     @property
+    def has_room(self) -> bool:
+        return self.serving and self.in_flight < self.window.size
+
+    @property
     def settled_version(self) -> int | None:
         """The version of whatever it computes now; None in the middle of a switch."""
         return None if self._switching else self.version
