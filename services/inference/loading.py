@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.config.placement import engine_numbers
 from services.common.config.services import InferenceConfig
@@ -32,6 +33,8 @@ OnTokens = Callable[[int, float], None]
 
 class WeightsFollower(Protocol):
     """Keeps one engine on the newest version."""
+
+    account: TimeAccount  # of the policy's weights
 
     def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
     def held(self) -> WeightVersion: ...

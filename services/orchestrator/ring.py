@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.accounts import AccountState, PeerState, TimeAccount
 from services.common.config.recipe import Recipe
 from services.common.errors import InvalidRequestError, StateError, UnknownPolicyError
 from services.common.types import WeightVersion
@@ -32,12 +33,14 @@ from services.orchestrator.fanout import FanOut
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.records import EvaluationResult, Verdict
 from services.orchestrator.journal.writer import Journal, JournalReader
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Held, Hello, Replica, ReplicaPool
 from services.orchestrator.run_control import RunControl
+from services.orchestrator.stalls.book import AccountBook
+from services.orchestrator.stalls.detector import Stall
 from services.orchestrator.timeline import Stretch, Timeline
 from services.orchestrator.trainers import Trainer, TrainerLeases
 from services.orchestrator.versions import VersionLedger
@@ -72,6 +75,10 @@ class Ring:
         self.groups: dict[str, TaskGroup] = {}
         self.names = GroupNames(run_mark)
         self.timeline = Timeline()
+        self.account = TimeAccount("orchestrator", clock=clock)
+        self.book = AccountBook()
+        self.stalls: tuple[Stall, ...] = ()  # what keeps the run from going on
+        self.lost: dict[str, float] = {}  # components whose lease ran out, and when; until they are back
         self.metrics = RunMetrics(run_dir)
         self.control = RunControl(self._control_changed)
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
@@ -137,6 +144,7 @@ class Ring:
 
     def join_replica(self, hello: Hello) -> Replica:
         replica = self.pool.join(hello)
+        self.lost.pop(f"replica/{hello.replica_id}", None)
         log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
         self._adopt_checkpoints(hello.held)
         self.dispatcher.adopt(replica, hello.running)
@@ -168,10 +176,28 @@ class Ring:
         num_tokens: int,
         emission: Iterable[Stretch],
         gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
     ) -> None:
-        replica = self.pool.report(replica_id, incarnation, held=held, num_tokens=num_tokens, gauges=gauges)
+        replica = self.pool.report(
+            replica_id,
+            incarnation,
+            held=held,
+            num_tokens=num_tokens,
+            gauges=gauges,
+            running=running,
+            accounts=accounts,
+            peers=peers,
+        )
         self.timeline.emitted(replica_id, emission)
         self.dispatcher.sync_versions(replica)
+        self.dispatcher.schedule()
+
+    def replica_lost(self, replica: Replica) -> None:
+        """A replica's lease ran out."""
+        self.counters["replica_leases_lost"] += 1
+        self.lost[f"replica/{replica.replica_id}"] = self.clock()
         self.dispatcher.schedule()
 
     def orphaned(self, task_group_ids: list[str]) -> None:
@@ -203,7 +229,8 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
-        self.apply_resolved(group, outcome)
+        if verdicts := self.apply_resolved(group, outcome):
+            self.journal.submit(records.VERDICT, group.id, lambda: records.verdicts_to_json(group.id, verdicts))
         if group.is_training and group.complete:
             self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
@@ -222,14 +249,14 @@ class Ring:
         record = {"task_group_id": group.id, "row": row, "rewards": rewards}
         self.journal.submit(records.OBSERVATION, group.id, lambda: record)
 
-    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
-        """What a resolved slot means; also used when recovering."""
+    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
+        """What a resolved slot means; also used when recovering. The last one of a training group brings verdicts."""
         if group.complete:
             self.groups.pop(group.id, None)
         if group.is_training:
-            self.experience.resolved(group, outcome)
-        else:
-            self.evaluations.resolved(group, outcome)
+            return self.experience.resolved(group, outcome)
+        self.evaluations.resolved(group, outcome)
+        return []
 
     def _closed(self, task_group_id: str, reason: str) -> None:
         record = {"task_group_id": task_group_id, "reason": reason}
@@ -256,6 +283,7 @@ class Ring:
     ) -> Trainer:
         trainer = self.trainers.join(self.policy(policy), incarnation, num_ranks, recovered_version, labels)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        self.lost.pop(f"trainer/{policy}", None)
         self.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
         if self.control.ended:
@@ -266,6 +294,7 @@ class Ring:
 
     def trainer_lost(self, policy: str) -> None:
         """The trainer of a policy is gone: the others go on without it."""
+        self.lost[f"trainer/{policy}"] = self.clock()
         self.counters["trainer_leases_lost"] += 1
         self.experience.admission.absent.add(policy)
         self.dispatcher.schedule()
@@ -309,7 +338,7 @@ class Ring:
                 await self.journal.append(
                     records.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: records.version_to_json(version, checkpoint_step, metrics),
+                    lambda: records.version_to_json(version, checkpoint_step, metrics, stretches),
                     apply=lambda: self.apply_version(version, metrics),
                 )
                 self._announce(policy, is_new)
