@@ -48,6 +48,7 @@ def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [policy["weights"] for policy in tree["policies"].values()]
     for section in sections:
         if is_loopback(section["host"]):
             section["host"] = here
@@ -93,7 +94,7 @@ def name_of_node_0(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
 
 
 def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What to paste on every other node: a line that fetches its bundle from here, and one for each of its processes.
+    """What to paste on every other node: a line that fetches its bundle from here, and one that starts its processes.
 
     ``recipe`` is the resolved one of ``run_dir``. Pasting it again does no harm, and goes on after whatever ended it.
     """
@@ -106,12 +107,14 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
             f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
+        starts = []
         for process in (spec.name for spec in plan(recipe, run_dir, node)):
             role = process.partition("-")[0]
             variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/{role}"
             script = SCRIPTS.get(process)
             command = f"{script} {here}" if script else f"python -m services.cli start {here} {process}"
-            lines.append(f"  {variables} {command}")
+            starts.append(f"{variables} {command}")
+        lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")
     return lines
 
 

@@ -35,9 +35,7 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
         if service.node == node
     ]
     trainers = [
-        trainer_process(
-            recipe, policy, orchestrator, "--run-dir", str(run_dir), host=recipe.orchestrator.host, node=node
-        )
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), node=node)
         for policy, section in (recipe.policies.items() if recipe.run.steps else ())  # without steps it only evaluates
         if node in section.trainer.nodes
     ]
@@ -78,16 +76,18 @@ def trainer_process(
     policy: str,
     orchestrator: str,
     *more: str,
-    host: str = LOOPBACK,
+    host: str | None = None,
     node: int = 0,
     meeting: str = LOOPBACK,
 ) -> ProcessSpec:
-    """The trainer of one policy, its ranks under one launcher; its versions are fetched at ``host``.
+    """The trainer of one policy, its ranks under one launcher; ``host``: where its versions are fetched, if not as the
+    recipe says.
 
     Of a trainer over several nodes, the share of ``node``; its ranks meet those of node 0 at the host ``meeting``.
     """
     trainer = recipe.policies[policy].trainer
     num_nodes = len(trainer.nodes)
+    own = () if host is None else ("--host", host)
     module = ["services.trainer"]
     if trainer.num_ranks > 1:
         module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks // num_nodes}"]
@@ -99,7 +99,7 @@ def trainer_process(
     return _spec(
         trainer_name(policy, node),
         address(LOOPBACK, trainer.port) if node == 0 else "",  # the first rank answers for all
-        *(*module, "--policy", policy, "--orchestrator", orchestrator, "--host", host, *more),
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
     )
@@ -143,12 +143,10 @@ def ports_in_use(recipe: Recipe) -> list[str]:
         if service.node != 0
         for port in ("port", "endpoint.port")
     }
-    hosts = {"orchestrator": recipe.orchestrator.host}
-    hosts |= {f"inference.{name}": service.host for name, service in recipe.inference.items()}
-    hosts |= {"envgateway": recipe.envgateway.host} if recipe.envgateway else {}
+    hosts = recipe.hosts
     problems = []
     for where, port in recipe.ports():
-        host = hosts.get(where.removesuffix(".port"), LOOPBACK)
+        host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
         if port and where not in elsewhere and is_here(host) and not is_free(port, host):
             problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
