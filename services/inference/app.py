@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from services.common.accounts import TimeAccount
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
 from services.common.errors import DeadlineError
 from services.common.logs import bind, configure
@@ -73,7 +73,8 @@ async def run_replica(
     bulk_wanted = any("bulk" in section.transports for section in sections)
     await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
     await server.start()
-    emissions, account = EmissionLog(), TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots)
+    emissions = EmissionLog()
+    account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
     gateway = GatewayClient(account)
     gateway_watch = PeerWatch(GATEWAY, lambda: gateway.address)
     watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})

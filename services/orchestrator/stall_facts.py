@@ -8,7 +8,6 @@ from collections.abc import Callable
 from services.common.accounts import AccountState, Activity, PeerState
 from services.orchestrator.pool import Replica
 from services.orchestrator.ring import Ring
-from services.orchestrator.run_control import RunState
 from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
 
 UNSEEN_REPORTS = 2  # one may cross the order on its way
@@ -50,9 +49,8 @@ def own_activity(ring: Ring) -> Activity:
         return Activity("waiting for free disk", "disk")
     if not any(replica.takes_work for replica in ring.pool):
         return Activity("waiting for a replica", "inference")
-    if control.phase is RunState.STARTING:
-        missing = [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]
-        return Activity("waiting for the first version", f"trainer/{missing[0]}" if missing else "")
+    if missing := [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]:
+        return Activity("waiting for the first version", f"trainer/{missing[0]}")
     full = [policy for policy in ring.ledgers if _quota_full(ring, policy)]
     if full and len(full) == len(ring.ledgers):
         fullest = max(full, key=lambda policy: ring.experience.admission.accounts[policy].fullness)
