@@ -7,18 +7,23 @@ from contextlib import contextmanager
 
 import grpc
 
-from services.common.errors import InfrastructureError, MillraceError, NotFoundError
+from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
+from services.common.rpc.status import from_call
+from services.common.rpc.sync_channel import sync_channel
+from services.common.security import identity
+from services.common.security.handshake import refusal_now
+from services.common.security.roles import Peer
 
 CALL_DEADLINE_S = 5.0
 
 
 class OrchestratorClient:
-    """Raises ``InfrastructureError`` naming the address when nobody answers."""
+    """Raises ``InfrastructureError`` naming the address when nobody answers, ``AccessError`` when keys are the reason."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address)
+        self._channel = sync_channel(address, Peer.ORCHESTRATOR)
         self._run = run_pb2_grpc.RunServiceStub(self._channel)
         self._status = status_pb2_grpc.StatusServiceStub(self._channel)
 
@@ -60,8 +65,14 @@ class OrchestratorClient:
 
 
 def _translate(error: grpc.RpcError, address: str) -> MillraceError:
+    told = from_call(error, address)
+    if isinstance(told, AccessError):
+        return told
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+    is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+        return refused
     if code is grpc.StatusCode.UNAVAILABLE:
         return InfrastructureError(f"nobody answers at {address}: is the run still going? (`millrace status --help`)")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

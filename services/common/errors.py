@@ -7,7 +7,10 @@
     │   ├── DatasetError              INVALID_DATASET
     │   ├── PromptTooLongError        PROMPT_TOO_LONG
     │   ├── UnknownPolicyError        UNKNOWN_POLICY
-    │   └── ModelMismatchError        MODEL_MISMATCH
+    │   ├── ModelMismatchError        MODEL_MISMATCH
+    │   └── AccessError               keys are missing, wrong or not for this; waiting does not help
+    │       ├── UnauthenticatedError      UNAUTHENTICATED: who calls, or who answers, is not known
+    │       └── PermissionDeniedError     PERMISSION_DENIED: known, but not allowed to do this
     ├── NotFoundError             EPISODE_NOT_FOUND, UNKNOWN_ENVIRONMENT, ... see ``reason``
     │   ├── UnknownTaskGroupError     UNKNOWN_TASK_GROUP
     │   ├── EpisodeNotFoundError      EPISODE_NOT_FOUND
@@ -81,6 +84,24 @@ class ModelMismatchError(UserError):
     """Checkpoint, tokenizer or peer belongs to another model."""
 
     reason = "MODEL_MISMATCH"
+
+
+class AccessError(UserError):
+    """Keys are missing, wrong, or not for this. Never holds a secret, so its message may be logged."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class UnauthenticatedError(AccessError):
+    """The caller, or the one called, shows no certificate or token of this run that is valid now."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(AccessError):
+    """The caller's role may not do this."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class NotFoundError(MillraceError):

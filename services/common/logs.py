@@ -1,12 +1,13 @@
 """Logs: events with fields, readable on a terminal, JSON lines in the run directory.
 
 ``log.info("batch.ready", step=7)``: machines count events, and names do not drift. Ids bound with ``bind`` (run,
-step, policy, task group) are on every later event of the same task.
+step, policy, task group) are on every later event of the same task. What looks like a secret is not written.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,12 @@ import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from services.common.redaction import redacted
+
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+MOST_CHARACTERS = 2000  # of one value
+# Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -41,6 +47,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
+            _tamed,
             _sink,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -61,6 +68,21 @@ def bind(**ids: Any) -> None:
     structlog.contextvars.bind_contextvars(**ids)
 
 
+def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Values may be a peer's: cut, without what a terminal obeys, and without lines that look like other events."""
+    for name, value in event.items():
+        if not isinstance(value, str):
+            continue
+        if name != "exception" and len(value) > MOST_CHARACTERS:
+            value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
+        if not value.isprintable():
+            value = _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            if name != "exception":
+                value = value.replace("\n", "\n    ")
+        event[name] = value
+    return event
+
+
 class _Sink:
     """The last processor: one JSON line to the file, one readable line to the terminal."""
 
@@ -75,12 +97,13 @@ class _Sink:
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
         if self._file is not None:
             try:
-                self._file.write(orjson.dumps({**self._identity, **event}, default=str, option=_JSON))
+                line = orjson.dumps({**self._identity, **event}, default=str, option=_JSON)
+                self._file.write(redacted(line.decode()).encode())
             except OSError:
                 pass  # a full disk must not stop a service; the terminal still gets the event
         if _LEVELS.get(method, 40) < self._console_level:
             raise structlog.DropEvent
-        return str(self._render(logger, method, event))
+        return redacted(str(self._render(logger, method, event)))
 
     def close(self) -> None:
         if self._file is not None:

@@ -20,6 +20,7 @@ from services.common.aio import deadline
 from services.common.errors import CapacityError, ConfigError, InfrastructureError
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.rpc.channel import DEADLINES, channel, translated_errors
+from services.common.security.roles import Peer
 from services.common.types import Task
 from services.inference.serde_judge import judge_request, outcomes_from_proto
 from services.inference.workflows.base import (
@@ -68,7 +69,7 @@ class GatewayClient:
         if address == self.address or not address:
             return
         self.address = address
-        connection = channel(address)
+        connection = channel(address, Peer.ENVGATEWAY)
         self._channels.append(connection)
         self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
         self._execution = environment_pb2_grpc.CodeExecutionServiceStub(connection)

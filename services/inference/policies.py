@@ -10,6 +10,7 @@ from services.common.chat import Chat
 from services.common.types import Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
 from services.inference.scripts.base import Scene, ScriptBook
+from services.inference.timing import RolloutClock
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -36,7 +37,7 @@ class RolloutPolicy:
     ``scene`` is the rollout as scripts see it; only a policy with a script asks it what to say.
     """
 
-    __slots__ = ("_account", "_lane", "_num_requests", "_policy", "_request_prefix", "_scene", "_seed")
+    __slots__ = ("_account", "_clock", "_lane", "_num_requests", "_policy", "_request_prefix", "_scene", "_seed")
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class RolloutPolicy:
         seed: int,
         account: TimeAccount,
         scene: Scene | None = None,
+        clock: RolloutClock | None = None,
     ) -> None:
         self._policy = policy
         self._request_prefix = request_prefix
@@ -53,6 +55,7 @@ class RolloutPolicy:
         self._account = account
         self._lane = account.here()  # an agent outside calls from another task
         self._scene = scene
+        self._clock = clock or RolloutClock(enabled=False)
         self._num_requests = 0
 
     @property
@@ -81,8 +84,12 @@ class RolloutPolicy:
             forced_ids=self._words_to_say(prompt_ids),
             watch=watch,
         )
-        with self._account.during("generating", on=engine_name(self.name), lane=self._lane):
+        with (
+            self._account.during("generating", on=engine_name(self.name), lane=self._lane),
+            self._clock.phase("generate", self.name) as phase,
+        ):
             generation = await self._policy.engine.generate(request)
+            phase.segments, phase.detail = generation.segments, generation.finish_reason.value
         if request.forced_ids is not None and self._scene is not None:
             self._scene.heard(self.name, self.chat.decode(generation.token_ids))
         return generation

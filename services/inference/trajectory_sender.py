@@ -139,6 +139,7 @@ class TrajectorySender:
             request = self._waiting.popleft()
             number += 1
             request.record_number = number
+            _note_sending(request)
             # Before the write: a record that was written in part has to be sent again, too.
             self._unacknowledged[number] = request
             self._sent_at[number] = time.monotonic()
@@ -163,3 +164,11 @@ class TrajectorySender:
         self._waiting.extendleft(reversed(self._unacknowledged.values()))
         self._unacknowledged.clear()
         self._sent_at.clear()
+
+
+def _note_sending(request: Request) -> None:
+    """What is sent again is on its way since the last time."""
+    record = request.trajectory if request.WhichOneof("record") == "trajectory" else request.failure
+    if record.HasField("timing"):
+        record.timing.sent_at.FromNanoseconds(time.time_ns())
+        record.timing.num_sends += 1

@@ -14,10 +14,13 @@ def run() -> int:
 
     from services.common.errors import UserError
     from services.common.process import die_with_parent_if_asked
+    from services.common.security import identity
+    from services.common.security.roles import Role
     from services.orchestrator.app import main
 
     die_with_parent_if_asked()
     try:
+        identity.configure(Role.ORCHESTRATOR)
         asyncio.run(main(settings))
     except UserError as error:
         sys.stderr.write(f"orchestrator: {error.message}\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -24,6 +25,8 @@ from services.orchestrator.versions import VersionLedger
 log = structlog.get_logger()
 
 INVALID_RECORD = "INVALID_RECORD"
+MOST_COUNTERS = 256
+_REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class RecordOutcome(enum.StrEnum):
@@ -112,10 +115,16 @@ class Ingest:
             self._journal.submit(records.TRAJECTORY, key, lambda: records.trajectory_to_json(trajectory), durable)
         else:
             failure = record
-            self._counters[f"failures_{failure.reason.lower()}"] += 1
+            self._counters[self._counter_of(failure.reason)] += 1
             self.failures_in_a_row += 1
             self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: records.failure_to_json(failure), durable)
+
+    def _counter_of(self, reason: str) -> str:
+        """Reasons are words of replicas: what is no short name, or one too many, is counted with others."""
+        name = f"failures_{reason.lower()}"
+        known = name in self._counters or len(self._counters) < MOST_COUNTERS
+        return name if known and _REASON.fullmatch(reason) else "failures_other"
 
     def _drop(self, record: Outcome, outcome: RecordOutcome, detail: str = "") -> None:
         self._counters[f"records_{outcome.value}"] += 1

@@ -33,7 +33,7 @@ from services.orchestrator.fanout import FanOut
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.records import EvaluationResult, Verdict
 from services.orchestrator.journal.writer import Journal, JournalReader
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
@@ -229,7 +229,8 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
-        self.apply_resolved(group, outcome)
+        if verdicts := self.apply_resolved(group, outcome):
+            self.journal.submit(records.VERDICT, group.id, lambda: records.verdicts_to_json(group.id, verdicts))
         if group.is_training and group.complete:
             self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
@@ -248,14 +249,14 @@ class Ring:
         record = {"task_group_id": group.id, "row": row, "rewards": rewards}
         self.journal.submit(records.OBSERVATION, group.id, lambda: record)
 
-    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
-        """What a resolved slot means; also used when recovering."""
+    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
+        """What a resolved slot means; also used when recovering. The last one of a training group brings verdicts."""
         if group.complete:
             self.groups.pop(group.id, None)
         if group.is_training:
-            self.experience.resolved(group, outcome)
-        else:
-            self.evaluations.resolved(group, outcome)
+            return self.experience.resolved(group, outcome)
+        self.evaluations.resolved(group, outcome)
+        return []
 
     def _closed(self, task_group_id: str, reason: str) -> None:
         record = {"task_group_id": task_group_id, "reason": reason}
@@ -337,7 +338,7 @@ class Ring:
                 await self.journal.append(
                     records.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: records.version_to_json(version, checkpoint_step, metrics),
+                    lambda: records.version_to_json(version, checkpoint_step, metrics, stretches),
                     apply=lambda: self.apply_version(version, metrics),
                 )
                 self._announce(policy, is_new)

@@ -96,6 +96,14 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         remaining = context.time_remaining()
         wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
         batch = await self._ring.pull_batch(request.policy, request.training_step, wait_s)
+        log.info(
+            "batch.pulled",
+            policy=request.policy,
+            step=request.training_step,
+            rank=request.rank,
+            num_ranks=request.num_ranks,
+            recorded_before=batch.replayed,
+        )
         share = batch.share(request.rank, request.num_ranks)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,

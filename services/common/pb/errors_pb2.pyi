@@ -75,6 +75,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A named wait ran out."""
     ERROR_REASON_INFRASTRUCTURE: _ErrorReason.ValueType  # 24
     """A peer, a process or the machine failed. Retryable; never a reward."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 25
+    """No certificate or token of this run that is valid now; `why` in the metadata says what is wrong with it."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 26
+    """The caller's role may not do this."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why an RPC failed. The Python side is services/common/errors.py, one class each."""
@@ -129,4 +133,8 @@ ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason.ValueType  # 23
 """A named wait ran out."""
 ERROR_REASON_INFRASTRUCTURE: ErrorReason.ValueType  # 24
 """A peer, a process or the machine failed. Retryable; never a reward."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 25
+"""No certificate or token of this run that is valid now; `why` in the metadata says what is wrong with it."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 26
+"""The caller's role may not do this."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason

@@ -7,12 +7,17 @@ server sees it too. (A timeout in the service config fires early and the server 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
 
+from services.common.rpc.credentials import channel_credentials, channel_options
 from services.common.rpc.metadata import call_metadata, completed
 from services.common.rpc.status import translated_errors
+from services.common.security import identity
+from services.common.security.roles import Peer
 
 __all__ = ["DEADLINES", "KEEPALIVE", "RETRIED", "call_metadata", "channel", "translated_errors"]
 
@@ -67,30 +72,38 @@ KEEPALIVE: list[tuple[str, Any]] = [
 ]
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to a service; it connects on first use and reconnects by itself."""
-    options = [
-        *KEEPALIVE,
-        ("grpc.service_config", _SERVICE_CONFIG),
-        ("grpc.enable_retries", 1),
-        # A restarted peer is found within a second or two, not after the default of minutes.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2_000),
-    ]
-    return _Channel(grpc.aio.insecure_channel(address, options=options))
+def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
+    """A channel to a service; it connects on first use and reconnects by itself.
+
+    A process with keys (``services.common.security.identity``) speaks TLS, and only to a ``peer`` of its run.
+    """
+    who = identity.current()
+    if who is None:
+        return ServiceChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), address, peer)
+    options = [*_OPTIONS, *channel_options(peer)]
+    connect = partial(_connect, address, who, options)
+    return _SecureChannel(connect, address, peer, who)
 
 
-class _Channel(grpc.aio.Channel):
+def _connect(address: str, who: identity.Identity, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, channel_credentials(who), options=options)
+
+
+class ServiceChannel(grpc.aio.Channel):
     """Puts the caller's ids on every call; all else is the wrapped channel's.
 
     Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
     """
 
-    def __init__(self, wrapped: grpc.aio.Channel) -> None:
+    def __init__(
+        self, wrapped: grpc.aio.Channel, address: str, peer: Peer, who: identity.Identity | None = None
+    ) -> None:
+        self.address = address
+        self.peer = peer
+        self.who = who
         self._wrapped = wrapped
 
-    async def __aenter__(self) -> _Channel:
+    async def __aenter__(self) -> ServiceChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -121,6 +134,58 @@ class _Channel(grpc.aio.Channel):
         return _with_ids(self._wrapped.stream_stream(*arguments, **keywords))
 
 
+class _SecureChannel(ServiceChannel):
+    """Also puts the token on every call. After a renewal of the keys new calls take a connection made with the new ones;
+    calls that run go on with the old."""
+
+    def __init__(
+        self, connect: Callable[[], grpc.aio.Channel], address: str, peer: Peer, who: identity.Identity
+    ) -> None:
+        super().__init__(connect(), address, peer, who)
+        self._who = who
+        self._connect = connect
+        self._generation = who.generation
+        self._older: list[grpc.aio.Channel] = []
+
+    async def close(self, grace: float | None = None) -> None:
+        for each in (*self._older, self._wrapped):
+            await each.close(grace)
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("unary_unary", arguments, keywords)
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("unary_stream", arguments, keywords)
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("stream_unary", arguments, keywords)
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("stream_stream", arguments, keywords)
+
+    def _with_token(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        through = self._wrapped
+        call = getattr(through, kind)(*made_with, **options)
+
+        def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+            nonlocal through, call
+            token = self._who.bundle.token
+            self._follow_renewals()
+            if through is not self._wrapped:
+                through = self._wrapped
+                call = getattr(through, kind)(*made_with, **options)
+            shown = ("authorization", f"Bearer {token}")
+            return call(*arguments, metadata=(*completed(metadata), shown), **keywords)
+
+        return called
+
+    def _follow_renewals(self) -> None:
+        if self._generation != self._who.generation:
+            self._generation = self._who.generation
+            self._older.append(self._wrapped)
+            self._wrapped = self._connect()
+
+
 def _with_ids(call: Any) -> Any:
     def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
         return call(*arguments, metadata=completed(metadata), **keywords)
@@ -140,4 +205,12 @@ def _service_config() -> str:
     return json.dumps({"methodConfig": [{"name": names, "waitForReady": True, "retryPolicy": policy}]})
 
 
-_SERVICE_CONFIG = _service_config()
+_OPTIONS: list[tuple[str, Any]] = [
+    *KEEPALIVE,
+    ("grpc.service_config", _service_config()),
+    ("grpc.enable_retries", 1),
+    # A restarted peer is found within a second or two, not after the default of minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]

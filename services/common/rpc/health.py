@@ -1,6 +1,7 @@
 """Ask a service whether it is ready; ``python -m services.common.rpc.health HOST:PORT`` exits with 0 when it is.
 
-The command is what containers are checked with: the same question that the launcher asks.
+The command is what containers are checked with: the same question that the launcher asks. Where ``MILLRACE_KEYS`` names
+keys, those of the checked process will do.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.errors import ConfigError
+from services.common.rpc.sync_channel import sync_channel
+from services.common.security import identity
+from services.common.security.roles import SERVICES, Role
+
 HEALTH_DEADLINE_S = 2.0
 
 
 def is_serving(address: str) -> bool:
     """Whether the health service at ``HOST:PORT`` says SERVING within ``HEALTH_DEADLINE_S``."""
-    with grpc.insecure_channel(address) as channel:
+    with sync_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S
@@ -26,9 +32,14 @@ def is_serving(address: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """0: every address says SERVING; 1: one does not; 2: no address was given."""
+    """0: every address says SERVING; 1: one does not; 2: no address was given, or the keys cannot be used."""
     if not arguments:
         sys.stderr.write("usage: python -m services.common.rpc.health HOST:PORT ...\n")
+        return 2
+    try:
+        identity.configure(*sorted(SERVICES, key=lambda role: role.value), Role.OPERATOR, Role.VIEWER)
+    except ConfigError as error:
+        sys.stderr.write(f"{error.message}\n")
         return 2
     silent = [address for address in arguments if not is_serving(address)]
     sys.stderr.writelines(f"{address} does not say SERVING\n" for address in silent)

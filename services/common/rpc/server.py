@@ -27,12 +27,17 @@ from grpc_reflection.v1alpha import reflection
 from services.common.accounts import AccountState
 from services.common.aio import deadline
 from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import KEEPALIVE
+from services.common.rpc.credentials import server_credentials
 from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
+from services.common.rpc.limits import server_options
+from services.common.rpc.messages import MessageInterceptor, RateInterceptor
+from services.common.security import identity
+from services.common.security.binding import check_bind
 from services.common.serde import timestamp_to_proto
 from services.common.serde_accounts import account_to_proto
+from services.common.status import ProcessStatus
 
 log = structlog.get_logger()
 
@@ -46,7 +51,9 @@ Accounts = Callable[[], Iterable[AccountState]]
 
 
 class Server:
-    """A gRPC server of one process. Raises ``ConfigError`` for a bind that is not loopback and for a taken port.
+    """A gRPC server of one process: with keys over TLS to those it may serve, without keys on loopback only.
+
+    Raises ``ConfigError`` for another bind without keys, for keys of another run, and for a taken port.
 
     ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``. ``interceptors``
     come after the server's own: what they raise is told like any other error.
@@ -63,19 +70,25 @@ class Server:
         port_setting: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"{service} may not bind {host}: only loopback (127.0.0.1, ::1, localhost) is allowed, "
-                "because the services do not authenticate their callers; write host: 127.0.0.1"
-            )
+        self.identity = identity.current()
+        check_bind(service, host, self.identity, run_id)
         self.service = service
         self.host = host
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=[ContextInterceptor(), ErrorInterceptor(), *interceptors],
+            interceptors=[
+                ContextInterceptor(),
+                ErrorInterceptor(),
+                *_authentication(self.identity),
+                RateInterceptor(),
+                *_authentication(self.identity),
+                *interceptors,
+                MessageInterceptor(),
+            ],
             options=[
                 *KEEPALIVE,
+                *server_options(service),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.so_reuseport", 0),  # or two services would share a port and each see half of the calls
             ],
@@ -111,7 +124,12 @@ class Server:
         """Where this process's time goes, for GetStatus."""
         self._status.accounts = accounts
 
+    def status(self) -> ProcessStatus:
+        """What GetStatus answers, now."""
+        return self._status.now()
+
     def set_run_id(self, run_id: str) -> None:
+        check_bind(self.service, self.host, self.identity, run_id)
         self._status.run_id = run_id
 
     async def start(self) -> int:
@@ -119,7 +137,10 @@ class Server:
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            self.port = self._server.add_insecure_port(self.address)
+            if self.identity is None:
+                self.port = self._server.add_insecure_port(self.address)
+            else:
+                self.port = self._server.add_secure_port(self.address, server_credentials(self.identity))
         except RuntimeError:  # grpc keeps the reason to itself
             raise ConfigError(
                 f"{self.service} cannot listen on {self.address}: {_why_not(self.host, self.port)}; stop what holds "
@@ -127,7 +148,7 @@ class Server:
             ) from None
         self._heed_signals()
         await self._server.start()
-        log.info("server.listening", service=self.service, address=self.address)
+        log.info("server.listening", service=self.service, address=self.address, tls=self.identity is not None)
         return self.port
 
     def set_ready(self) -> None:
@@ -194,19 +215,40 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self.labels: Labels = dict
         self.accounts: Accounts = tuple
 
-    async def GetStatus(
-        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.GetStatusResponse:
-        return status_pb2.GetStatusResponse(
+    def now(self) -> ProcessStatus:
+        return ProcessStatus(
             service=self._service,
             instance_id=self._instance_id,
             run_id=self.run_id,
             state=self.state,
-            started_at=timestamp_to_proto(self._started_at),
+            started_at=self._started_at,
             gauges=dict(self.gauges()),
             labels=dict(self.labels()),
-            accounts=[account_to_proto(account) for account in self.accounts()],
+            accounts=tuple(self.accounts()),
         )
+
+    async def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.GetStatusResponse:
+        now = self.now()
+        return status_pb2.GetStatusResponse(
+            service=now.service,
+            instance_id=now.instance_id,
+            run_id=now.run_id,
+            state=now.state,
+            started_at=timestamp_to_proto(now.started_at),
+            gauges=now.gauges,
+            labels=now.labels,
+            accounts=[account_to_proto(account) for account in now.accounts],
+        )
+
+
+def _authentication(who: identity.Identity | None) -> list[grpc.aio.ServerInterceptor]:
+    if who is None:
+        return []
+    from services.common.rpc.authentication import AuthInterceptor  # and cryptography: for those with keys only
+
+    return [AuthInterceptor(who)]
 
 
 def _why_not(host: str, port: int) -> str:

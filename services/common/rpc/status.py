@@ -33,6 +33,8 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.PromptTooLongError: Code.INVALID_ARGUMENT,
     errors.UnknownPolicyError: Code.INVALID_ARGUMENT,
     errors.ModelMismatchError: Code.INVALID_ARGUMENT,
+    errors.UnauthenticatedError: Code.UNAUTHENTICATED,
+    errors.PermissionDeniedError: Code.PERMISSION_DENIED,
     errors.NotFoundError: Code.NOT_FOUND,
     errors.UnknownTaskGroupError: Code.NOT_FOUND,
     errors.EpisodeNotFoundError: Code.NOT_FOUND,

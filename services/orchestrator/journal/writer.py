@@ -209,6 +209,7 @@ class Journal:
     def _transaction(self, entries: list[_Entry], lines: list[bytes]) -> None:
         before: dict[str, int] = {}
         rows: list[Row] = []
+        now = time.time()
         for kind in {entry.kind for entry in entries}:
             self._writer(kind).roll_if_full()
         try:
@@ -216,7 +217,7 @@ class Journal:
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
                 checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
-                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum))
+                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
                 writer.append(line)
             if self._durability == "power":
                 for kind in before:
@@ -273,6 +274,14 @@ class JournalReader:
 
     def rows(self) -> Iterator[Row]:
         return self._index.rows()
+
+    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
+        """Every record of a kind in order; of one key where that is named."""
+        return self._index.rows_of(kind, key)
+
+    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
+        """The first record of each key that there is."""
+        return self._index.find(kind, keys)
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Records by key; keys without an intact record are absent."""

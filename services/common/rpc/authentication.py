@@ -1,0 +1,116 @@
+"""Lets in who is allowed to make a call, before anything of the call is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from services.common.errors import AccessError, InfrastructureError
+from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
+from services.common.security.caller import Caller, Gatekeeper, caller, permit
+from services.common.security.identity import Identity
+
+AUTHORIZATION = "authorization"
+
+_CERTIFICATE = "x509_pem_cert"
+
+
+class AuthInterceptor(CallInterceptor):
+    """Every caller is known by certificate or token, and its role may make this call, or the call is refused.
+
+    Tokens are looked at before a message is read. A stream ends when what its caller has shown expires; one who has
+    renewed it calls again.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._gatekeeper = Gatekeeper(identity)
+        self._clock = identity.clock
+        self._by_certificate = identity.bundle.client_certificates
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        if not self._by_certificate:
+            try:
+                found = self._gatekeeper.identify(_authorization(handler_call_details.invocation_metadata), None)
+                permit(found, handler_call_details.method)
+            except AccessError as error:
+                return _refusal(error)
+            caller.set(found)  # the task is the call's own
+        return await super().intercept_service(continuation, handler_call_details)
+
+    def _unary(self, method: str, behaviour: Any) -> Any:
+        return super()._unary(method, behaviour) if self._by_certificate else behaviour
+
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def wrapped(request: Any, context: Context) -> None:
+            async with self.around(method, context):
+                found = caller.get()
+                assert found is not None, "set where the caller was identified"
+                left_s = max(0.0, found.ends_at - self._clock())
+                # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
+                ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+                try:
+                    async with asyncio.timeout(left_s) as limit:
+                        await written(behaviour, request, _Ending(context, limit, ended))
+                except TimeoutError:
+                    if not limit.expired():
+                        raise
+                    raise ended from None
+
+        return wrapped
+
+    @asynccontextmanager
+    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
+        if self._by_certificate:
+            caller.set(self._from_certificate(method, context))
+        yield
+
+    def _from_certificate(self, method: str, context: Context) -> Caller:
+        shown = next(iter(context.auth_context().get(_CERTIFICATE, ())), None)
+        found = self._gatekeeper.identify(_authorization(context.invocation_metadata()), shown)
+        permit(found, method)
+        return found
+
+
+class _Ending:
+    """The context of a stream that a time limit ends, but never within a write: after a write that was cancelled,
+    grpc.aio can send no status any more, and the caller would wait for ever."""
+
+    def __init__(self, context: Context, limit: asyncio.Timeout, ended: InfrastructureError) -> None:
+        self._context = context
+        self._limit = limit
+        self._ended = ended
+        self._ends_at = limit.when() or 0.0  # of the event loop's clock
+
+    async def write(self, message: object) -> None:
+        self._limit.reschedule(None)
+        await self._context.write(message)
+        self._limit.reschedule(self._ends_at)
+        if asyncio.get_running_loop().time() >= self._ends_at:
+            raise self._ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _refusal(error: AccessError) -> Handler:
+    """Fits calls of every kind, and reads nothing of them."""
+
+    async def refuse(requests: object, context: Context) -> None:
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _authorization(metadata: Any) -> str | None:
+    for key, value in metadata or ():
+        if key == AUTHORIZATION:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None

@@ -1,0 +1,130 @@
+"""The files of one role, which its processes find through ``MILLRACE_KEYS``: a *bundle*.
+
+    ca.pem      the run's authority: whom to trust
+    cert.pem    who this is
+    key.pem     the private key to it
+    token       the same, as a token for those who cannot show a certificate
+    token.pub   checks tokens of others
+    bundle.json how services take callers in
+
+A process needs its own bundle only. ``MILLRACE_KEYS`` names the bundle, or a directory that holds it under the role's
+name, as ``millrace keys`` makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.errors import ConfigError
+from services.common.security.roles import Role
+
+VARIABLE = "MILLRACE_KEYS"
+
+CA = "ca.pem"
+CERTIFICATE = "cert.pem"
+KEY = "key.pem"
+TOKEN = "token"
+TOKEN_PUBLIC = "token.pub"
+SETTINGS = "bundle.json"
+
+DAYS = 30.0  # that certificates and tokens last, if nothing else is asked for
+
+SECRETS = frozenset({KEY, TOKEN})
+FILES = (CA, CERTIFICATE, KEY, TOKEN, TOKEN_PUBLIC, SETTINGS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What the files hold."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    token: str
+    token_public: bytes
+    client_certificates: bool
+    """Whether gRPC callers must show a certificate in the handshake; otherwise each call has a token."""
+
+    def __repr__(self) -> str:
+        return "Bundle(...)"  # it holds secrets, and records end up in logs
+
+
+def find(where: Path, roles: Sequence[Role]) -> Path:
+    """The bundle of the first of these roles that is there: a sub-directory of its name, or ``where`` itself.
+
+    Raises ``ConfigError``.
+    """
+    for folder in (*(where / role.value for role in roles), where):
+        if (folder / CERTIFICATE).is_file():
+            return folder
+    names = " or ".join(role.value for role in roles)
+    raise ConfigError(
+        f"{VARIABLE} is {where}, but there are no keys of role {names}: name a directory that `millrace keys` made, or "
+        "its sub-directory of that role"
+    )
+
+
+def load(folder: Path) -> Bundle:
+    """Read a bundle. Raises ``ConfigError`` for what is missing, and for secrets that everybody could read."""
+    read = {name: _read(folder / name) for name in FILES}
+    try:
+        settings = json.loads(read[SETTINGS])
+        required = bool(settings["client_certificates"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{folder / SETTINGS} is not as `millrace keys` writes it: make the keys anew") from None
+    return Bundle(
+        ca=read[CA],
+        certificate=read[CERTIFICATE],
+        key=read[KEY],
+        token=read[TOKEN].decode("ascii", errors="replace").strip(),
+        token_public=read[TOKEN_PUBLIC],
+        client_certificates=required,
+    )
+
+
+def save(folder: Path, bundle: Bundle) -> None:
+    """Write a bundle, each file whole: whoever reads meanwhile finds the old one or the new one."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    settings = json.dumps({"client_certificates": bundle.client_certificates}) + "\n"
+    # The certificate last: it is what a running process looks at to notice a renewal.
+    write_file(folder / CA, bundle.ca)
+    write_file(folder / TOKEN_PUBLIC, bundle.token_public)
+    write_file(folder / SETTINGS, settings.encode())
+    write_file(folder / TOKEN, bundle.token.encode() + b"\n")
+    write_file(folder / KEY, bundle.key)
+    write_file(folder / CERTIFICATE, bundle.certificate)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file, readable by its owner only from its first moment on."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # a leftover of the same name may have had other rights
+            file.write(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            if path.name in SECRETS and os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+                raise ConfigError(f"{path} is a secret that every user of this machine may read: chmod 600 {path}")
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; copy the whole directory of the role") from None
+
+
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for programs that are none of the run's own."""
+    return {name: value for name, value in environment.items() if name != VARIABLE}

@@ -1,0 +1,203 @@
+"""Certificates of a run: its own authority, and what that signs. ECDSA over P-256; imports ``cryptography``.
+
+Role and run are in a URI of the certificate, ``millrace://run/<id>/role/<role>``. Nothing else is trusted than this one
+authority, so a certificate of another run fails in the handshake already, whatever it says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from services.common.errors import ConfigError
+from services.common.security.roles import PEERS_OF, Role
+
+BACKDATE_S = 300.0  # for machines whose clocks differ a little
+AUTHORITY_DAYS = 730.0
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
+_NAME_LENGTH = 64  # X.520's limit of a common name
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its private key, PEM both."""
+
+    certificate: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who a certificate is for, and when. Times are seconds since the epoch."""
+
+    run: str
+    role: Role
+    begins_at: float
+    ends_at: float
+
+
+def make_key() -> bytes:
+    """A new private key, PEM."""
+    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def public_part(key: bytes) -> bytes:
+    """The public key of a private one, PEM."""
+    return (
+        _private(key)
+        .public_key()
+        .public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+
+
+def make_authority(run: str, now: float, days: float = AUTHORITY_DAYS) -> Pair:
+    """The authority of one run; it signs certificates of processes, and no other authority."""
+    key = make_key()
+    private = _private(key)
+    name = _name(f"millrace run {run}")
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_moment(now - BACKDATE_S))
+        .not_valid_after(_moment(now + days * 86400))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
+        .sign(private, hashes.SHA256())
+    )
+    return Pair(certificate.public_bytes(serialization.Encoding.PEM), key)
+
+
+def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: float, days: float) -> Pair:
+    """A certificate of one role, with a new key. ``hosts``: names and addresses under which it answers besides loopback.
+
+    Raises ``ConfigError`` when it would outlive the authority.
+    """
+    signer = x509.load_pem_x509_certificate(authority.certificate)
+    if now + days * 86400 > signer.not_valid_after_utc.timestamp():
+        raise ConfigError(
+            f"certificates of {days:g} days would outlive the authority, which ends at {signer.not_valid_after_utc:%F}: "
+            "ask for fewer --days, or make all keys anew in another directory"
+        )
+    key = make_key()
+    private = _private(key)
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(role_uri(run, role))]
+    if role in PEERS_OF:
+        uses.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
+        names += [x509.DNSName(peer.dns_name) for peer in PEERS_OF[role]]
+        names += [general_name(host) for host in dict.fromkeys([*_LOOPBACK, *hosts])]
+    signer_key = _private(authority.key)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_name(f"{role.value} of run {run}"))
+        .issuer_name(signer.subject)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_moment(now - BACKDATE_S))
+        .not_valid_after(_moment(now + days * 86400))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer_key.public_key()), critical=False)
+        .sign(signer_key, hashes.SHA256())
+    )
+    return Pair(certificate.public_bytes(serialization.Encoding.PEM), key)
+
+
+def role_uri(run: str, role: Role) -> str:
+    return f"millrace://run/{quote(run, safe='')}/role/{role.value}"
+
+
+def holder_of(certificate: bytes) -> Holder:
+    """Who a certificate (PEM or DER) is for. Its signature is not checked here: the handshake did, or will.
+
+    Raises ``ConfigError`` for what is no certificate of a run.
+    """
+    try:
+        pem = certificate.lstrip().startswith(b"-----")
+        read = x509.load_pem_x509_certificate(certificate) if pem else x509.load_der_x509_certificate(certificate)
+        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+        run, role = _from_uri(uris)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"this is no certificate of a run: {error}") from None
+    return Holder(run, role, read.not_valid_before_utc.timestamp(), read.not_valid_after_utc.timestamp())
+
+
+def is_pair(certificate: bytes, key: bytes) -> bool:
+    """Whether the key is the certificate's; False while one of two files has been renewed."""
+    try:
+        return x509.load_pem_x509_certificate(certificate).public_key() == _private(key).public_key()
+    except (ValueError, ConfigError):
+        return False
+
+
+def _from_uri(uris: Sequence[str]) -> tuple[str, Role]:
+    for uri in uris:
+        parts = uri.split("/")
+        if len(parts) == 6 and parts[:3] == ["millrace:", "", "run"] and parts[4] == "role":
+            return unquote(parts[3]), Role(parts[5])
+    raise ValueError("it names no role")
+
+
+def _private(key: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        loaded = serialization.load_pem_private_key(key, password=None)
+    except (ValueError, TypeError):
+        raise ConfigError("this is no private key as `millrace keys` makes them") from None
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+        raise ConfigError("this is no private key as `millrace keys` makes them")
+    return loaded
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:_NAME_LENGTH])])
+
+
+def _moment(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+def general_name(host: str) -> x509.GeneralName:
+    """A host as certificates name it. Raises ``ConfigError`` for what is none."""
+    bare = host.strip("[]")
+    try:
+        return x509.IPAddress(ipaddress.ip_address(bare))
+    except ValueError:
+        pass
+    if not _HOST.fullmatch(bare):
+        raise ConfigError(f"{host!r} is neither an address nor the name of a host")
+    return x509.DNSName(bare)
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

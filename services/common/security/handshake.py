@@ -1,0 +1,153 @@
+"""Why a peer cannot be spoken to, when keys are the reason.
+
+grpc only says that a connection failed, and often only that time ran out. So the handshake is made once more, with
+``ssl``, which says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+
+from services.common.errors import AccessError, UnauthenticatedError
+from services.common.security import bundle as files
+from services.common.security.identity import Identity
+from services.common.security.roles import Peer
+from services.common.security.times import moment
+
+PROBE_S = 2.0  # for connecting, and again for the handshake
+_FIRST_WORD_S = 0.5  # a server that refuses our certificate says so after its own handshake is done
+
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
+_WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+    """What is wrong between this process and ``HOST:PORT``; None when it is nothing that keys could mend.
+
+    Takes a few seconds at most.
+    """
+    return await asyncio.to_thread(refusal_now, address, who, peer)
+
+
+def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
+    """The same, for callers without an event loop."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection:
+            connection.settimeout(PROBE_S)
+            return _without_keys(address, connection) if who is None else _with_keys(address, connection, who, peer)
+    except (OSError, ValueError):
+        return None  # nobody is there: not a matter of keys
+
+
+def _without_keys(address: str, connection: socket.socket) -> AccessError | None:
+    try:
+        _anyone().wrap_socket(connection).close()
+    except (ssl.SSLError, OSError):
+        return None
+    return UnauthenticatedError(
+        f"{address} speaks TLS, and this process has no keys: set {files.VARIABLE} to the directory of its role "
+        "(millrace keys)",
+        why="no_keys",
+    )
+
+
+def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Peer) -> AccessError | None:
+    context = _anyone()
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.check_hostname = True
+    context.load_verify_locations(cadata=who.bundle.ca.decode())
+    context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
+    try:
+        with context.wrap_socket(connection, server_hostname=peer.dns_name) as talk:
+            talk.settimeout(_FIRST_WORD_S)
+            if not talk.recv(1) and who.bundle.client_certificates:
+                return _refused(address, "it closed the connection", who)
+    except ssl.SSLCertVerificationError as error:
+        return _distrusted(address, error, who, peer)
+    except TimeoutError:
+        return None
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
+            return UnauthenticatedError(
+                f"{address} speaks no TLS, and this process has keys: start that service with {files.VARIABLE} set too, or "
+                "this one without",
+                why="plain",
+            )
+        if "ALERT" in (error.reason or ""):
+            return _refused(address, error.reason or "", who)
+        return None
+    except OSError:
+        return _refused(address, "it closed the connection", who) if who.bundle.client_certificates else None
+    return None
+
+
+def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity, peer: Peer) -> AccessError:
+    now = who.clock()
+    if error.verify_code in (_EXPIRED, _NOT_YET_VALID):
+        begins, ends, role = _validity(address)
+        times = f"{moment(begins)} to {moment(ends)}, and the clock here says {moment(now)}"
+        if error.verify_code == _EXPIRED:
+            return UnauthenticatedError(
+                f"the certificate of {role} at {address} has expired (valid {times}): make new keys with "
+                "`millrace keys ... --renew` and copy them there",
+                why="expired",
+            )
+        return UnauthenticatedError(
+            f"the certificate of {role} at {address} is not valid yet (valid {times}): the clock here is at least "
+            f"{max(0.0, begins - now):.0f} s behind; set it right",
+            why="not_yet_valid",
+        )
+    if error.verify_code in _WRONG_NAMES:
+        _, _, role = _validity(address)
+        return UnauthenticatedError(
+            f"{address} is {role}, not {peer.value}: the address is wrong, or somebody answers in its place", why="peer"
+        )
+    return UnauthenticatedError(
+        f"{address} has a certificate that this run's authority did not sign ({error.verify_message}): it belongs to "
+        f"another run, or has keys of another `millrace keys`; this process has those in {who.folder}",
+        why="run",
+    )
+
+
+def _refused(address: str, said: str, who: Identity) -> AccessError:
+    now = who.clock()
+    own = f"the certificate of role {who.role.value} in {who.folder}"
+    if now > who.ends_at:
+        return UnauthenticatedError(
+            f"{own} expired at {moment(who.ends_at)}: make new keys with `millrace keys ... --renew`", why="expired"
+        )
+    return UnauthenticatedError(
+        f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",
+        why="run",
+    )
+
+
+def _validity(address: str) -> tuple[float, float, str]:
+    """From when to when the certificate at an address is valid, and whose it is; it need not be one to trust."""
+    from services.common.errors import ConfigError
+    from services.common.security.certificates import holder_of
+
+    host, _, port = address.rpartition(":")
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
+            _anyone().wrap_socket(connection) as talk,
+        ):
+            holder = holder_of(talk.getpeercert(binary_form=True) or b"")
+    except (OSError, ConfigError):
+        return 0.0, time.time(), "the service"
+    return holder.begins_at, holder.ends_at, holder.role.value
+
+
+def _anyone() -> ssl.SSLContext:
+    """Trusts whoever answers: for looking, never for talking."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context

@@ -1,0 +1,143 @@
+"""Who this process is in its run: loaded once at its start, found by all that serves or calls.
+
+    identity.configure(Role.INFERENCE)      # once, in __main__: reads MILLRACE_KEYS
+    identity.current()                      # None: no keys, so loopback only, and plain
+
+Files that were renewed are read again by themselves, so keys are rotated without a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from services.common.errors import ConfigError
+from services.common.security import bundle as files
+from services.common.security.bundle import Bundle
+from services.common.security.roles import Role
+
+if TYPE_CHECKING:
+    from services.common.security.certificates import Holder
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 1.0  # for renewed files
+
+Clock = Callable[[], float]
+
+
+class Identity:
+    """A role of a run and the keys that prove it. Safe to use from any thread."""
+
+    def __init__(self, folder: Path, clock: Clock = time.time) -> None:
+        """Raises ``ConfigError`` for files that cannot be used."""
+        self.folder = folder
+        self.clock = clock
+        self._seen = self._stamp()
+        self._bundle, holder = self._load()
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        self.generation = 0
+        """Grows with every renewal that was noticed."""
+        self.run = holder.run
+        self.role = holder.role
+        self.ends_at = holder.ends_at
+
+    def __repr__(self) -> str:
+        return f"Identity({self.role.value} of run {self.run})"
+
+    @property
+    def bundle(self) -> Bundle:
+        """The keys as they are on disk, looked at no more than once in ``LOOK_EVERY_S``."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            self.refresh()
+        return self._bundle
+
+    def refresh(self) -> None:
+        """Read renewed files now. Keys that cannot be read, or of another role, change nothing, and are logged."""
+        try:
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return
+            fresh, holder = self._load()
+            if (holder.run, holder.role) != (self.run, self.role):
+                raise ConfigError(f"they are of {holder.role.value} of run {holder.run}")
+        except ConfigError as error:
+            log.error("keys.not_renewed", folder=str(self.folder), error=error.message)
+            return
+        self._bundle, self._seen, self.ends_at = fresh, stamp, holder.ends_at
+        self.generation += 1
+        log.info("keys.renewed", folder=str(self.folder), role=self.role.value)
+
+    def _load(self) -> tuple[Bundle, Holder]:
+        from services.common.security.certificates import holder_of, is_pair  # cryptography: for those with keys only
+
+        loaded = files.load(self.folder)
+        try:
+            holder = holder_of(loaded.certificate)
+        except ConfigError as error:
+            raise ConfigError(f"{self.folder / files.CERTIFICATE}: {error.message}") from None
+        if not is_pair(loaded.certificate, loaded.key):
+            raise ConfigError(
+                f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
+                "of the role, or make the keys anew"
+            )
+        return loaded, holder
+
+    def _stamp(self) -> tuple[tuple[int, int], ...]:
+        try:
+            stats = [(self.folder / name).stat() for name in files.FILES]
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}; copy the whole directory of the role") from None
+        return tuple((each.st_mtime_ns, each.st_ino) for each in stats)
+
+
+_current: Identity | None = None
+
+
+def configure(*roles: Role, environment: Mapping[str, str] = os.environ) -> Identity | None:
+    """Take the identity that ``MILLRACE_KEYS`` names, as the role that this process plays; None without keys.
+
+    Of several roles the first is taken whose keys are there.
+
+    Raises ``ConfigError`` for keys that cannot be used, or are another role's.
+    """
+    global _current
+    where = environment.get(files.VARIABLE, "")
+    _current = load(Path(where), *roles) if where else None
+    return _current
+
+
+def load(where: Path, *roles: Role) -> Identity:
+    """The identity of one of these roles in a directory of keys, the first that is there. Raises ``ConfigError``."""
+    found = Identity(files.find(where, roles))
+    if found.role not in roles:
+        names = " or ".join(role.value for role in roles)
+        raise ConfigError(
+            f"{files.VARIABLE} is {where}, which holds keys of role {found.role.value}, but this process is {names}: each "
+            "has a directory of its own"
+        )
+    return found
+
+
+def current() -> Identity | None:
+    """Who this process is; None when it has no keys."""
+    return _current
+
+
+@contextmanager
+def used(identity: Identity | None) -> Iterator[None]:
+    """For as long as this lasts, the process is somebody else: for tests, and for tools that play several."""
+    global _current
+    before, _current = _current, identity
+    try:
+        yield
+    finally:
+        _current = before

@@ -1,0 +1,302 @@
+"""Over TLS, only who shows a certificate or token of the run gets in, and only to what its role may do."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from services.cli.keyring import Keyring
+from services.common.errors import (
+    AccessError,
+    ConfigError,
+    InfrastructureError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.credentials import channel_options
+from services.common.rpc.server import Server
+from services.common.security import handshake, identity, tokens
+from services.common.security.identity import Identity
+from services.common.security.roles import Peer, Role
+from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
+from tests.keys import as_role, make_keys
+
+MODES = pytest.mark.parametrize("certificates", [False, True], ids=["tokens", "certificates"])
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keyring:
+    return make_keys(tmp_path / "keys")
+
+
+@asynccontextmanager
+async def serving(who: Identity | None, **settings: object) -> AsyncIterator[tuple[RunServicer, Server]]:
+    servicer = RunServicer()
+    with identity.used(who):
+        server = make_server(servicer, **settings)
+    await server.start()
+    try:
+        yield servicer, server
+    finally:
+        await server.stop(grace_s=0.2)
+
+
+def dial(address: str, who: Identity | None, peer: Peer = Peer.ORCHESTRATOR) -> grpc.aio.Channel:
+    with identity.used(who):
+        return channel(address, peer)
+
+
+@MODES
+async def test_the_right_role_makes_calls_of_every_kind(tmp_path: Path, certificates: bool) -> None:
+    keys = make_keys(tmp_path / "keys", client_certificates=certificates)
+    async with serving(as_role(keys, Role.ORCHESTRATOR), run_id="r1") as (servicer, server):
+        servicer.release.set()
+        async with dial(server.address, as_role(keys, Role.OPERATOR)) as connection:
+            assert (await get_run(connection)).run_id == "r1"
+            assert await remaining(watch(connection)) == [0.0, 1.0, 2.0]
+
+
+@MODES
+async def test_a_wrong_role_is_refused_with_what_would_be_allowed(tmp_path: Path, certificates: bool) -> None:
+    keys = make_keys(tmp_path / "keys", client_certificates=certificates)
+    async with serving(as_role(keys, Role.ORCHESTRATOR)) as (servicer, server):
+        async with dial(server.address, as_role(keys, Role.INFERENCE)) as connection:
+            stub = run_pb2_grpc.RunServiceStub(connection)
+            with pytest.raises(PermissionDeniedError, match=r"inference may not call .*StopRun: allowed to operator"):
+                with translated_errors("orchestrator"):
+                    await stub.StopRun(run_pb2.StopRunRequest(), timeout=5)
+            with pytest.raises(PermissionDeniedError), translated_errors("orchestrator"):
+                await remaining(watch(connection))
+        assert servicer.num_calls == 0
+
+
+async def test_without_a_token_nothing_of_a_call_is_read(keys: Keyring) -> None:
+    who = as_role(keys, Role.ORCHESTRATOR)
+    async with serving(who) as (servicer, server):
+        credentials = grpc.ssl_channel_credentials(who.bundle.ca)
+        async with grpc.aio.secure_channel(server.address, credentials) as connection:
+            garbage = connection.unary_unary("/millrace.v1.RunService/GetRun")
+            with pytest.raises(UnauthenticatedError, match="neither a certificate nor a token"):
+                with translated_errors("orchestrator"):
+                    await garbage(b"\xff" * 1000, timeout=5)
+            unknown = connection.unary_unary("/millrace.v1.Nothing/Known")
+            with pytest.raises(UnauthenticatedError), translated_errors("orchestrator"):
+                await unknown(b"", timeout=5)
+        assert servicer.num_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        ("Basic dXNlcjpwYXNz", "malformed"),
+        ("Bearer", "malformed"),
+        ("Bearer not.a.token", "malformed"),
+        ("Bearer " + "x" * 5000, "malformed"),
+    ],
+)
+async def test_a_header_that_is_no_token_is_refused_and_not_repeated(keys: Keyring, header: str, why: str) -> None:
+    with pytest.raises(UnauthenticatedError) as caught:
+        await ask_with(as_role(keys, Role.ORCHESTRATOR), header)
+    assert caught.value.metadata["why"] == why
+    assert header.removeprefix("Bearer ")[:40] not in caught.value.message or len(header) < 10
+
+
+async def ask_with(who: Identity, header: str) -> run_pb2.GetRunResponse:
+    """One call with this ``authorization`` to a server of this identity."""
+    async with serving(who) as (_, server):
+        credentials = grpc.ssl_channel_credentials(who.bundle.ca)
+        async with grpc.aio.secure_channel(server.address, credentials) as connection:
+            with translated_errors("orchestrator"):
+                return await get_run(connection, metadata=(("authorization", header),))
+
+
+async def test_a_token_of_another_run_is_refused(keys: Keyring, tmp_path: Path) -> None:
+    other = make_keys(tmp_path / "other", "r2")
+    with pytest.raises(UnauthenticatedError, match="another run's key"):
+        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {other.token(Role.OPERATOR, 1)}")
+
+
+async def test_a_token_for_another_run_from_the_same_key_is_refused(keys: Keyring) -> None:
+    token = Keyring(keys.folder)
+    token.run = "r2"
+    with pytest.raises(UnauthenticatedError, match="of another run"):
+        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token.token(Role.OPERATOR, 1)}")
+
+
+@pytest.mark.parametrize(("age_days", "why"), [(31.0, "expired"), (-1.0, "not_yet_valid")])
+async def test_a_token_out_of_its_time_is_refused_and_both_clocks_are_named(
+    keys: Keyring, age_days: float, why: str
+) -> None:
+    token = Keyring(keys.folder, clock=lambda: time.time() - age_days * 86400).token(Role.OPERATOR, 24)
+    with pytest.raises(UnauthenticatedError, match="the clock here says") as caught:
+        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")
+    assert caught.value.metadata["why"] == why
+
+
+async def test_a_clock_that_differs_within_the_leeway_does_no_harm(keys: Keyring) -> None:
+    token = Keyring(keys.folder, clock=lambda: time.time() + 45).token(Role.OPERATOR, 1)
+    assert (await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")).run_id == "r1"
+
+
+@pytest.mark.parametrize("left_s", [-0.1, 0.3], ids=["in its first write", "while it waits"])
+async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyring, left_s: float) -> None:
+    who = as_role(keys, Role.ORCHESTRATOR)
+    token = keys.token(Role.VIEWER, 1)
+    ends_at = tokens.read(token).ends_at
+    who.clock = lambda: ends_at - left_s
+    async with serving(who) as (servicer, server):
+        credentials = grpc.ssl_channel_credentials(who.bundle.ca)
+        async with grpc.aio.secure_channel(server.address, credentials) as connection:
+            bearer = (("authorization", f"Bearer {token}"),)
+            call = run_pb2_grpc.RunServiceStub(connection).WatchRun(run_pb2.WatchRunRequest(), metadata=bearer)
+            with pytest.raises(InfrastructureError, match="token of this call has expired"):
+                with translated_errors("orchestrator"):
+                    await asyncio.wait_for(remaining(call), 10)
+        await asyncio.wait_for(servicer.ended.wait(), 5)
+
+
+@MODES
+async def test_renewed_keys_are_taken_up_by_both_sides_without_a_restart(tmp_path: Path, certificates: bool) -> None:
+    keys = make_keys(tmp_path / "keys", client_certificates=certificates)
+    server_side, client_side = as_role(keys, Role.ORCHESTRATOR), as_role(keys, Role.OPERATOR)
+    async with serving(server_side) as (servicer, server), dial(server.address, client_side) as connection:
+        running = watch(connection)
+        await running.read()
+        token = client_side.bundle.token
+        keys.renew(days=60)
+        for each in (server_side, client_side):
+            each.refresh()
+        assert client_side.bundle.token != token
+        # The old certificate would be refused now, the new one is not.
+        late = time.time() + 31 * 86400
+        server_side.clock = lambda: late
+        assert (await get_run(connection)).run_id == "r1"
+        server_side.clock = time.time
+        servicer.release.set()
+        assert await remaining(running) == [1.0, 2.0]
+
+
+REFUSALS: dict[str, Callable[[Path], tuple[Identity | None, Identity | None, Peer, str]]] = {
+    "another authority": lambda path: (
+        as_role(make_keys(path / "other"), Role.ORCHESTRATOR),
+        as_role(make_keys(path / "keys"), Role.OPERATOR),
+        Peer.ORCHESTRATOR,
+        "this run's authority did not sign",
+    ),
+    "expired": lambda path: (
+        as_role(make_keys(path / "keys", age_days=31), Role.ORCHESTRATOR),
+        as_role(Keyring(path / "keys"), Role.OPERATOR),
+        Peer.ORCHESTRATOR,
+        "certificate of orchestrator at .* has expired .*the clock here says",
+    ),
+    "not yet valid": lambda path: (
+        as_role(make_keys(path / "keys", age_days=-1), Role.ORCHESTRATOR),
+        as_role(Keyring(path / "keys"), Role.OPERATOR),
+        Peer.ORCHESTRATOR,
+        "the clock here is at least 86.* s behind",
+    ),
+    "another role answers": lambda path: (
+        as_role(make_keys(path / "keys"), Role.INFERENCE),
+        as_role(Keyring(path / "keys"), Role.OPERATOR),
+        Peer.ORCHESTRATOR,
+        "is inference, not orchestrator",
+    ),
+    "plain server": lambda path: (
+        None,
+        as_role(make_keys(path / "keys"), Role.OPERATOR),
+        Peer.ORCHESTRATOR,
+        "speaks no TLS, and this process has keys",
+    ),
+    "plain client": lambda path: (
+        as_role(make_keys(path / "keys"), Role.ORCHESTRATOR),
+        None,
+        Peer.ORCHESTRATOR,
+        "speaks TLS, and this process has no keys",
+    ),
+    "no certificate of this run shown": lambda path: (
+        as_role(make_keys(path / "keys", client_certificates=True), Role.ORCHESTRATOR),
+        stranger(path),
+        Peer.ORCHESTRATOR,
+        "refuses the certificate of role operator",
+    ),
+    "own certificate expired": lambda path: (
+        as_role(make_keys(path / "keys", client_certificates=True), Role.ORCHESTRATOR),
+        grown_old(path),
+        Peer.ORCHESTRATOR,
+        "the certificate of role operator in .* expired at .*--renew",
+    ),
+}
+
+
+def stranger(path: Path) -> Identity:
+    """Trusts the run's authority, but has a certificate of another."""
+    other = make_keys(path / "other", client_certificates=True)
+    (other.folder / "operator" / "ca.pem").write_bytes((path / "keys" / "ca.pem").read_bytes())
+    return as_role(other, Role.OPERATOR)
+
+
+def grown_old(path: Path) -> Identity:
+    """An operator whose keys of the same run have run out."""
+    shutil.copytree(path / "keys", path / "old")
+    Keyring(path / "old", clock=lambda: time.time() - 20 * 86400).renew(days=10)
+    return as_role(Keyring(path / "old"), Role.OPERATOR)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_a_handshake_that_fails_is_explained(tmp_path: Path, case: str) -> None:
+    answers, calls, peer, message = REFUSALS[case](tmp_path)
+    async with serving(answers) as (servicer, server):
+        async with dial(server.address, calls, peer) as connection:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await get_run(connection, timeout_s=1.0)
+        found = await handshake.refusal(server.address, calls, peer)
+        assert found is not None
+        with pytest.raises(AccessError, match=message):
+            raise found
+        assert servicer.num_calls == 0
+
+
+async def test_a_good_handshake_and_an_absent_peer_are_no_matter_of_keys(keys: Keyring) -> None:
+    who = as_role(keys, Role.OPERATOR)
+    async with serving(as_role(keys, Role.ORCHESTRATOR)) as (_, server):
+        assert await handshake.refusal(server.address, who, Peer.ORCHESTRATOR) is None
+    assert await handshake.refusal("127.0.0.1:1", who, Peer.ORCHESTRATOR) is None
+    async with serving(None) as (_, server):
+        assert await handshake.refusal(server.address, None, Peer.ORCHESTRATOR) is None
+
+
+async def test_keys_of_another_run_do_not_serve_this_one(keys: Keyring) -> None:
+    with identity.used(as_role(keys, Role.ORCHESTRATOR)), pytest.raises(ConfigError, match=r"keys of run 'r1'.*'r7'"):
+        make_server(RunServicer(), run_id="r7")
+
+
+async def test_with_keys_a_server_binds_other_than_loopback_and_without_it_does_not(keys: Keyring) -> None:
+    with identity.used(as_role(keys, Role.ORCHESTRATOR)):
+        server = Server(service="orchestrator", instance_id="test", host="0.0.0.0", port=0)
+    port = await server.start()
+    await server.stop(grace_s=0.1)
+    assert port
+    with pytest.raises(ConfigError, match="millrace keys"):
+        Server(service="orchestrator", instance_id="test", host="0.0.0.0", port=0)
+
+
+async def test_no_secret_is_in_the_logs_of_refusals(keys: Keyring) -> None:
+    token = Keyring(keys.folder, clock=lambda: time.time() - 10 * 86400).token(Role.OPERATOR, 1)
+    with capture_logs() as logs, pytest.raises(UnauthenticatedError):
+        await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")
+    refused = [each for each in logs if each["event"] == "rpc.refused"]
+    assert refused and token[-20:] not in str(logs)
+
+
+def test_the_name_called_for_is_checked_wherever_the_peer_runs() -> None:
+    assert channel_options(Peer.WEIGHTS) == [("grpc.ssl_target_name_override", "weights.millrace.internal")]
