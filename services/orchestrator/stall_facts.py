@@ -25,7 +25,7 @@ def facts(ring: Ring, wall: Callable[[], float] = time.time) -> Facts:
         journal_blocked=ring.journal.blocked,
         journal_oldest_s=ring.journal.waiting_s,
         replicas=tuple(_replica(replica) for replica in ring.pool),
-        lost=dict(ring.lost),
+        lost=dict(ring.standing.lost),
         trainers=tuple(_trainer(ring, policy) for policy in ring.ledgers) if ring.num_steps else (),
         policies=tuple(_policy(ring, policy) for policy in ring.ledgers),
         accounts=_live_accounts(ring),
@@ -117,7 +117,7 @@ def _live_accounts(ring: Ring) -> dict[str, AccountState]:
         found |= {account.component: account for accounts in trainer.accounts.values() for account in accounts}
     for peer in _peers(ring).values():
         found |= {account.component: account for account in peer.accounts}
-    own = ring.account.state()
+    own = ring.standing.account.state()
     return found | {own.component: own}
 
 

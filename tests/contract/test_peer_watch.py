@@ -12,7 +12,7 @@ from services.common.rpc.server import Server
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.02)
 
 
