@@ -97,7 +97,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         lambda: gauges(ring, tasks_to_train),
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
-    server.set_accounts(lambda: [ring.account.state()])
+    server.set_accounts(lambda: [ring.standing.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)

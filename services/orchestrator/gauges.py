@@ -26,7 +26,7 @@ def gauges(ring: Ring, source: TaskSource) -> dict[str, float]:
         "journal_commits": float(ring.journal.num_commits),
         "journal_blocked": float(bool(ring.journal.blocked)),
         "overlap_share": ring.timeline.overlap_share,
-        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.stalls},
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.standing.stalls},
         **_policies(ring),
         **_replicas(ring),
         **{f"counter/{name}": float(count) for name, count in ring.counters.items()},
