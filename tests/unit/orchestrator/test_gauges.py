@@ -38,4 +38,4 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         assert ("millrace_step_metric", ("actor", "broken")) not in values
         assert {labels for name, labels in values if name == "millrace_quota_sequences"} == {("actor",), ("verifier",)}
     finally:
-        await world.crash()
+        await world.close()
