@@ -22,6 +22,8 @@ from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.server import Server
+from services.common.security import identity
+from services.common.security.binding import check_keys_are_there
 from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
@@ -49,6 +51,7 @@ MAX_FAREWELL_S = 10.0  # trainers and replicas leave by themselves after this
 async def main(settings: Settings) -> None:
     """Serve one run until it has ended, or SIGTERM; raises UserError for what cannot be used."""
     recipe = load_resolved(settings.run_dir)
+    check_keys_are_there(recipe.needs_keys, identity.current())
     with RunLock(settings.lock_file):
         logs.configure("orchestrator", settings.run_dir)
         logs.bind(run=recipe.run.id)

@@ -87,13 +87,16 @@ def _train(
 
     from services.trainer.link import GrpcLink, rank_account
     from services.trainer.loop import TrainingLoop
+    from services.trainer.peers import PeerLostError
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
+    from services.trainer.shared_directory import require_shared
     from services.trainer.snapshot import Snapshots
     from services.trainer.versions import SnapshotPublisher, snapshot_directories, sweep
 
     recipe = run.recipe
     config = recipe.policies[policy]
     ranks = join_ranks(recipe, policy)
+    require_shared(run_dir / "checkpoints" / policy, ranks)
     directories = snapshot_directories(config.weights, run_dir)
     if ranks.is_first:
         sweep(directories)
@@ -138,6 +141,8 @@ def _train(
         thread.loop.call_soon_threadsafe(server.set_ready)
     done = loop.run(done)
     told_to_leave = bool(ranks.max(torch.tensor(int(client.commands.leave), device=ranks.device)))
+    if told_to_leave and not client.commands.leave:
+        raise PeerLostError("the ranks of another node were told to leave; a checkpoint is written")
     if config.trainer.export_final and not told_to_leave:
         client.report.state = "exporting"
         _export(step, tokenizer, run_dir / "export" / policy, ranks, config)

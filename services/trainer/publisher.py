@@ -66,7 +66,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     server = Server(
         service="publisher",
         instance_id=f"publisher-{arguments.policy}",
-        host=arguments.host,
+        host=config.host if arguments.host is None else arguments.host,
         port=config.port if arguments.port is None else arguments.port,
         run_id=arguments.run_id,
         port_setting=f"policies.{arguments.policy}.weights.port",
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-id", required=True, help="the run; other runs are refused")
     parser.add_argument("--policy", required=True, help="the policy whose versions are served")
-    parser.add_argument("--host", default="127.0.0.1", help="bind address; without keys only loopback")
+    parser.add_argument("--host", help="bind address instead of the section's; without keys only loopback")
     parser.add_argument(
         "--weights",
         type=WeightsConfig.model_validate_json,

@@ -43,11 +43,11 @@ class PublisherProcess:
         policy: str,
         config: WeightsConfig,
         run_dir: Path | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         metrics: MetricsConfig | None = None,
     ) -> None:
         self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
-        self._arguments += [f"--host={host}"]
+        self._arguments += [f"--host={host}"] if host is not None else []
         self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
         self._arguments += [f"--metrics={metrics.model_dump_json()}"] if metrics is not None else []
         self._port = config.port

@@ -113,9 +113,11 @@ def _warm_start(layout: Layout, context: str) -> Service:
 
 
 def _service(layout: Layout, process: ProcessSpec, context: str) -> Service:
-    kind = process.name.partition("-")[0]
+    kind, _, name = process.name.partition("-")
+    # SGLang's pins are not those of the other images.
+    with_sglang = kind == "inference" and layout.recipe.inference[name].engine == "sglang"
     service: Service = {
-        **_image(kind, context),
+        **_image("inference-sglang" if with_sglang else kind, context),
         **_hardened(),
         "command": _command(layout, process.name),
         "environment": _environment(layout, process.name),

@@ -41,7 +41,7 @@ class Layout:
     @property
     def nodes(self) -> list[int]:
         """The nodes that the recipe names, 0 first."""
-        return sorted({0, *(service.node for service in self.recipe.inference.values())})
+        return self.recipe.nodes()
 
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""

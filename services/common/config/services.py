@@ -29,7 +29,7 @@ class RolloutConfig(Section):
 
 class OrchestratorConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
+    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50050, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ORCHESTRATOR_PORT."""
     lease_s: float = Field(default=30.0, gt=0)
@@ -71,14 +71,14 @@ class ForcedEngineConfig(Section):
 
 class EndpointConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
-    """HTTP port of the OpenAI-compatible endpoint, on loopback; 0 takes a free one, null serves none."""
+    """HTTP port of the OpenAI-compatible endpoint, at the host of its service; 0 takes a free one, null serves none."""
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """A larger request is refused."""
 
 
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
+    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     engine: Literal["torch", "forced", "scripted", "sglang"] = "torch"

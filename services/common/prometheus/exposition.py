@@ -82,6 +82,7 @@ class MetricsServer:
             port,
             name=f"metrics of {name}",
             setting=f"metrics.ports.{name}",
+            group="metrics",
             leaving_cancels=False,
         )
 

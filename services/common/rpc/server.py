@@ -80,6 +80,7 @@ class Server:
             interceptors=[
                 ContextInterceptor(),
                 ErrorInterceptor(),
+                *_authentication(self.identity),
                 RateInterceptor(),
                 *_authentication(self.identity),
                 *interceptors,
