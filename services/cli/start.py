@@ -26,7 +26,7 @@ from services.common.config.loading import RESOLVED, load_resolved, save_resolve
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
 from services.common.logs import configure
-from services.common.rpc.health import is_serving
+from services.common.rpc.health import identify, is_serving
 
 WARM_START = "warm-start"
 POLL_S = 0.5
@@ -56,6 +56,7 @@ def start(
     Raises:
         ConfigError: no such process, a port nobody can know, or node 0 is not named.
     """
+    identify()  # to ask whether the orchestrator is there; the process that is started is told by the same variable
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":
