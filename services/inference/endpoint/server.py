@@ -111,6 +111,11 @@ class EndpointServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._listener.port}/v1"
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of everything that is served."""
+        return self._listener.routes
+
     async def start(self) -> int:
         """Returns the port."""
         return await self._listener.start()
