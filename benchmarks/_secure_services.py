@@ -40,7 +40,7 @@ _MODULES = {
     "publisher": (
         "services.trainer.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
     ),
-    "inference": ("services.inference", "--orchestrator={orchestrator}", "--name=a", "--replica-id=a"),
+    "inference": ("services.inference", "--orchestrator={orchestrator}", "--name=a", "--replica-id=healthy"),
 }  # fmt: skip
 
 

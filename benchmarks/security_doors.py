@@ -284,7 +284,7 @@ async def _well(name: str, address: str, visitors: Visitors) -> bool:
 _KNOWN = {
     "policy": [POLICY],
     "run_id": [RUN],
-    "replica_id": ["a", "r1"],
+    "replica_id": ["r1", "r2"],
     "incarnation": ["i1", "i2"],
     "environment": ["rooms", "single_step", "tool", "tools"],
     "reward": ["math", "boxed", "code"],
