@@ -147,6 +147,10 @@ class TwoMachines:
 
     def switch_on(self) -> None:
         self.node0.switch_on(self._hosts)
+        # Its address is not the cable's, which vanishes with node1: an interface stays when its peer is switched off.
+        self.node0.do("ip", "link", "add", "name", "lan", "type", "bridge")
+        self.node0.do("ip", "address", "add", f"{self.node0.address}/24", "dev", "lan")
+        self.node0.do("ip", "link", "set", "lan", "up")
         self.switch_on_node1()
 
     def switch_on_node1(self) -> None:
@@ -161,9 +165,9 @@ class TwoMachines:
             check=True,
             timeout=START_S,
         )
-        for machine in (self.node0, self.node1):
-            machine.do("ip", "address", "add", f"{machine.address}/24", "dev", "cable")
-            machine.do("ip", "link", "set", "cable", "up")
+        self.node0.do("ip", "link", "set", "cable", "master", "lan", "up")
+        self.node1.do("ip", "address", "add", f"{self.node1.address}/24", "dev", "cable")
+        self.node1.do("ip", "link", "set", "cable", "up")
 
     def unplug(self) -> None:
         """The cable is out: no packet passes, and no connection is told."""

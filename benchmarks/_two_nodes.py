@@ -26,16 +26,16 @@ SETTINGS = (
     "envgateway.sandbox.allow_tier_0=true",  # root in a container: what the tiny model writes are lines of a script
     "evaluation.at_end=false",
     "evaluation.every=0",
-    "policies.model0.weights.transfer=delta",
-    "policies.model1.weights.transfer=delta",
 )
+DELTAS = ("policies.model0.weights.transfer=delta", "policies.model1.weights.transfer=delta")
 
 
 class TwoNodeRun:
     """``start``, ``paste``, look; ``stop`` ends what is still there. ``output`` of each node lies in the directory."""
 
-    def __init__(self, machines: TwoMachines, directory: Path, *settings: str) -> None:
+    def __init__(self, machines: TwoMachines, directory: Path, *settings: str, recipe: str = RECIPE) -> None:
         self.machines = machines
+        self._recipe = recipe
         self.run_dir = machines.node0.directory / "runs" / "two"
         self._directory = directory
         self._settings = (*SETTINGS, f"run.dir={self.run_dir.parent}", *settings)
@@ -43,13 +43,16 @@ class TwoNodeRun:
         self._environment |= dict.fromkeys(("MILLRACE_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
         self.node0: subprocess.Popen[str] | None = None
         self.node1: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
         """``millrace run`` on node 0; returns when it has printed what node 1 needs."""
         arguments = [part for setting in self._settings for part in ("--set", setting)]
-        command = ["run", RECIPE, "--profile", "tiny", *arguments]
+        command = ["run", self._recipe, "--profile", "tiny", *arguments]
         self.node0 = self.millrace(self.machines.node0, *command, output="node0")
-        self.wait_for(lambda: len(self.printed()) == 3, "the commands for node 1")
+        self.wait_for(
+            lambda: len(self.printed()) == 3 and self.output("node0").endswith("\n"), "the commands for node 1"
+        )
 
     def printed(self) -> list[str]:
         """The lines that node 0 printed for node 1: what to do, then the commands."""
@@ -125,22 +128,23 @@ class TwoNodeRun:
             time.sleep(0.1)
         return time.monotonic() - begin
 
-    def wait_for_more(self, replica: str) -> float:
-        """Seconds until a replica has brought another trajectory."""
+    def wait_for_more(self, replica: str, count: int = 1) -> float:
+        """Seconds until a replica has brought more trajectories."""
         before = self.trajectories()[replica]
-        return self.wait_for(lambda: self.trajectories()[replica] > before, f"a trajectory of {replica}")
+        return self.wait_for(lambda: self.trajectories()[replica] >= before + count, f"a trajectory of {replica}")
 
     def stop(self) -> None:
-        for process in (self.node1, self.node0):
-            if process is not None and process.poll() is None:
+        for process in reversed(self._started):  # node 1 first
+            if process.poll() is None:
                 process.terminate()
-                process.wait(60)
+            process.wait(60)
 
     def _popen(
         self, machine: Machine, command: list[str], output: str, variables: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
         with (self._directory / f"{output}.out").open("w") as file:
-            return machine.popen(command, {**self._environment, **(variables or {})}, file)
+            self._started.append(machine.popen(command, {**self._environment, **(variables or {})}, file))
+        return self._started[-1]
 
 
 def slots_with_two_records(run: TwoNodeRun) -> int:

@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._machines import two_machines, why_not
 from benchmarks._report import report
-from benchmarks._two_nodes import TwoNodeRun, failures, slots_with_two_records
+from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 
 LEASE_S = 5.0
-AWAY_S = 12.0
+AWAY_S = 10.0
+THERE_S = 4.0  # between two losses
 
 
 class Losses:
@@ -59,6 +60,7 @@ class Losses:
         """Called when node 1 may be there again."""
         self.back_s.append(self.run.wait_for_more("a"))
         print(f"{how}: a brings a trajectory {self.back_s[-1]:.1f} s after the return")
+        time.sleep(THERE_S)
 
     def _num_expired(self) -> int:
         return len(
@@ -68,7 +70,7 @@ class Losses:
 
 def measure(directory: Path, rounds: int) -> None:
     with two_machines(directory) as machines:
-        run = TwoNodeRun(machines, directory, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
+        run = TwoNodeRun(machines, directory, *DELTAS, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
         try:
             run.start()
             run.paste()

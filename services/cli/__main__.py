@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from services.cli.data_commands import data_app
+from services.cli.keys import keys_app
 from services.common.errors import MillraceError
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(keys_app, name="keys")
 console = Console()
 errors = Console(stderr=True)
 
@@ -33,6 +35,10 @@ ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="Transform the recipe as a whole: `tiny` tries it on two CPU cores.")
 ]
 AddressOption = Annotated[str, typer.Option("--orchestrator", help="Address of the orchestrator.")]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", help="Instead of the address: the run's directory, which also has its keys, if it has any."),
+]
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
 
@@ -54,7 +60,7 @@ def run(
     """
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
-    from services.cli.run import headline, prepare, reopen
+    from services.cli.run import headline, prepare, reopen, time_table
     from services.cli.run import run as run_recipe
     from services.common.errors import ConfigError
 
@@ -76,6 +82,7 @@ def run(
     else:
         for key, value in headline(outcome.summary).items():
             console.print(f"  {key:>16}  {value}", highlight=False)
+        console.print(time_table(outcome.summary))
 
 
 @app.command()
@@ -206,53 +213,52 @@ def deploy(
 
 
 @app.command()
-def status(address: AddressOption = DEFAULT_ADDRESS) -> None:
+def status(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Where a run stands now."""
-    from services.cli.orchestrator_client import for_people
     from services.cli.progress_view import render
+    from services.cli.reach import reach
 
-    answer = for_people(address).get_run()
+    answer = reach(address, run).get_run()
     console.print(render(answer.progress, title=answer.run_id))
     console.print(f"run directory: {answer.run_dir}", highlight=False, soft_wrap=True)
 
 
 @app.command()
-def watch(address: AddressOption = DEFAULT_ADDRESS) -> None:
+def watch(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
-    from services.cli.orchestrator_client import for_people
+    from services.cli.follow import follow
     from services.cli.progress_view import ProgressView
+    from services.cli.reach import reach
 
-    client = for_people(address)
-    title = client.get_run().run_id
-    with ProgressView(console, title) as view:
-        for progress in client.watch():
-            view.show(progress)
+    client = reach(address, run)
+    with ProgressView(console, client.get_run().run_id) as view:
+        follow(client, view)
 
 
 @app.command()
-def pause(address: AddressOption = DEFAULT_ADDRESS) -> None:
+def pause(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Issue no further tasks and start no further training step, until `millrace resume`."""
-    from services.cli.orchestrator_client import for_people
+    from services.cli.reach import reach
 
-    for_people(address).pause()
+    reach(address, run).pause()
     console.print("paused; go on with `millrace resume`")
 
 
 @app.command()
-def resume(address: AddressOption = DEFAULT_ADDRESS) -> None:
+def resume(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Go on after `millrace pause`."""
-    from services.cli.orchestrator_client import for_people
+    from services.cli.reach import reach
 
-    for_people(address).resume()
+    reach(address, run).resume()
     console.print("going on")
 
 
 @app.command()
-def stop(address: AddressOption = DEFAULT_ADDRESS) -> None:
+def stop(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """End a run: trainers write a checkpoint and leave, replicas finish what they play."""
-    from services.cli.orchestrator_client import for_people
+    from services.cli.reach import reach
 
-    for_people(address).stop("millrace stop")
+    reach(address, run).stop("millrace stop")
     console.print("stopping")
 
 

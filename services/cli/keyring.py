@@ -4,7 +4,8 @@
     token.key, token.pub    signs and checks tokens
     keyring.json            the run, hosts, how callers are taken in
     orchestrator/ ...       bundles (``services.common.security.bundle``)
-    trainer/publisher/      beside the trainer, which starts the publisher
+    trainer/publisher/      inside the trainer's, which starts the publisher
+    inference/agent/        inside the replica's, which starts agents
 
 ``ca.key`` and ``token.key`` make identities: they stay where they were made.
 """
@@ -20,14 +21,14 @@ from pathlib import Path
 from services.common.errors import ConfigError
 from services.common.security import bundle as files
 from services.common.security import certificates, tokens
-from services.common.security.bundle import Bundle
+from services.common.security.bundle import DAYS, Bundle
 from services.common.security.certificates import Pair
 from services.common.security.roles import Role
 
 CA_KEY = "ca.key"
 TOKEN_KEY = "token.key"
 ABOUT = "keyring.json"
-DAYS = 30.0
+
 
 Clock = Callable[[], float]
 
@@ -76,9 +77,12 @@ class Keyring:
             raise ConfigError(
                 f"{folder} already holds keys: renew them with --renew, or name another directory with --output"
             )
+        authority = certificates.make_authority(run, clock())
+        certificates.issue(
+            authority, run, Role.ORCHESTRATOR, hosts, clock(), days
+        )  # refused before anything is written
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        authority = certificates.make_authority(run, clock())
         token_key = certificates.make_key()
         files.write_file(folder / files.CA, authority.certificate)
         files.write_file(folder / CA_KEY, authority.key)
@@ -121,26 +125,33 @@ class Keyring:
 
     def entries(self) -> list[Entry]:
         """Every bundle that is there."""
+        return self.entries_below(self.folder)
+
+    @staticmethod
+    def entries_below(folder: Path) -> list[Entry]:
+        """Every bundle in a directory or below it, as it may have been copied to another node."""
         found = []
-        for _, folder in self._folders():
-            if (folder / files.CERTIFICATE).exists():
-                held = files.load(folder)
-                holder = certificates.holder_of(held.certificate)
-                found.append(
-                    Entry(
-                        folder=folder,
-                        role=holder.role,
-                        run=holder.run,
-                        certificate_ends_at=holder.ends_at,
-                        token_ends_at=tokens.read(held.token).ends_at,
-                    )
+        for certificate in sorted(folder.rglob(files.CERTIFICATE)):
+            held = files.load(certificate.parent)
+            holder = certificates.holder_of(held.certificate)
+            found.append(
+                Entry(
+                    folder=certificate.parent,
+                    role=holder.role,
+                    run=holder.run,
+                    certificate_ends_at=holder.ends_at,
+                    token_ends_at=tokens.read(held.token).ends_at,
                 )
+            )
         return found
 
     def _folders(self) -> Iterator[tuple[Role, Path]]:
         for role in Role:
-            # Beside the trainer, which starts it and hands it a directory of its own.
-            yield role, self.folder / ("trainer/publisher" if role is Role.PUBLISHER else role.value)
+            if role is not Role.PUBLISHER:
+                yield role, self.folder / role.value
+        # What a process hands to those that it starts is in its own directory.
+        yield Role.PUBLISHER, self.folder / Role.TRAINER.value / Role.PUBLISHER.value
+        yield Role.AGENT, self.folder / Role.INFERENCE.value / Role.AGENT.value
 
     def _read(self, name: str) -> bytes:
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.free_ports import LOOPBACK
+from services.cli.plan import plan
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.hosts import is_here
@@ -30,7 +31,7 @@ _NOWHERE = ("192.0.2.1", 9)  # an address of documentation: nothing is sent ther
 
 def other_nodes(recipe: Recipe) -> list[int]:
     """The nodes beside node 0 that a recipe names."""
-    return sorted({service.node for service in recipe.inference.values()} - {0})
+    return recipe.nodes()[1:]
 
 
 def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> Recipe:
@@ -47,6 +48,7 @@ def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [policy["weights"] for policy in tree["policies"].values()]
     for section in sections:
         if is_loopback(section["host"]):
             section["host"] = here
@@ -92,7 +94,7 @@ def name_of_node_0(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
 
 
 def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What to paste on every other node: a line that fetches its bundle from here, and one for each of its processes.
+    """What to paste on every other node: a line that fetches its bundle from here, and one that starts its processes.
 
     ``recipe`` is the resolved one of ``run_dir``. Pasting it again does no harm, and goes on after whatever ended it.
     """
@@ -105,11 +107,14 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
             f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
-        variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/inference"
-        for process in (f"inference-{n}" for n, service in recipe.inference.items() if service.node == node):
+        starts = []
+        for process in (spec.name for spec in plan(recipe, run_dir, node)):
+            role = process.partition("-")[0]
+            variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/{role}"
             script = SCRIPTS.get(process)
             command = f"{script} {here}" if script else f"python -m services.cli start {here} {process}"
-            lines.append(f"  {variables} {command}")
+            starts.append(f"{variables} {command}")
+        lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")
     return lines
 
 

@@ -7,24 +7,19 @@ from contextlib import contextmanager
 
 import grpc
 
-from services.common.errors import InfrastructureError, MillraceError, NotFoundError
+from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.rpc.status import from_call
 from services.common.rpc.sync_channel import sync_channel
-from services.common.security import handshake, identity
-from services.common.security.roles import Peer, Role
+from services.common.security import identity
+from services.common.security.handshake import refusal_now
+from services.common.security.roles import Peer
 
 CALL_DEADLINE_S = 5.0
 
 
-def for_people(address: str) -> OrchestratorClient:
-    """A client with the operator's or viewer's keys that MILLRACE_KEYS names, if it does; ``ConfigError`` for others."""
-    identity.configure(Role.OPERATOR, Role.VIEWER)
-    return OrchestratorClient(address)
-
-
 class OrchestratorClient:
-    """Raises ``InfrastructureError`` naming the address when nobody answers, ``AccessError`` when the keys are the reason."""
+    """Raises ``InfrastructureError`` naming the address when nobody answers, ``AccessError`` when keys are the reason."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -70,14 +65,14 @@ class OrchestratorClient:
 
 
 def _translate(error: grpc.RpcError, address: str) -> MillraceError:
+    told = from_call(error, address)
+    if isinstance(told, AccessError):
+        return told
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return from_call(error, address)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        refusal = handshake.refusal_now(address, identity.current(), Peer.ORCHESTRATOR)
-        if refusal is not None:
-            return refusal
+    is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+        return refused
     if code is grpc.StatusCode.UNAVAILABLE:
         return InfrastructureError(f"nobody answers at {address}: is the run still going? (`millrace status --help`)")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -24,7 +24,7 @@ class ProcessSpec:
 
 
 def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
-    """Every process of the run on one node, orchestrator first. Everything but inference services runs on node 0.
+    """Every process of the run on one node, orchestrator first. Other nodes have inference services and shares of trainers.
 
     Start-up order does not matter: each waits for what it needs.
     """
@@ -34,16 +34,17 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
         for name, service in recipe.inference.items()
         if service.node == node
     ]
+    trainers = [
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), node=node)
+        for policy, section in (recipe.policies.items() if recipe.run.steps else ())  # without steps it only evaluates
+        if node in section.trainer.nodes
+    ]
     if node != 0:
-        return services
+        return [*services, *trainers]
     specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
     if recipe.envgateway is not None:
         gateway = address(recipe.envgateway.host, recipe.envgateway.port)
         specs.append(_spec("envgateway", gateway, "services.envgateway", "--run-dir", str(run_dir)))
-    trainers = [
-        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), host=recipe.orchestrator.host)
-        for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
-    ]
     return [*specs, *services, *trainers]
 
 
@@ -65,18 +66,40 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
     )
 
 
-def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str, host: str = LOOPBACK) -> ProcessSpec:
-    """The trainer of one policy, its ranks under one launcher; its versions are fetched at ``host``."""
+def trainer_name(policy: str, node: int) -> str:
+    """The name of a trainer's process on one of its nodes."""
+    return f"trainer-{policy}" if node == 0 else f"trainer-{policy}-node{node}"
+
+
+def trainer_process(
+    recipe: Recipe,
+    policy: str,
+    orchestrator: str,
+    *more: str,
+    host: str | None = None,
+    node: int = 0,
+    meeting: str = LOOPBACK,
+) -> ProcessSpec:
+    """The trainer of one policy, its ranks under one launcher; ``host``: where its versions are fetched, if not as the
+    recipe says.
+
+    Of a trainer over several nodes, the share of ``node``; its ranks meet those of node 0 at the host ``meeting``.
+    """
     trainer = recipe.policies[policy].trainer
+    num_nodes = len(trainer.nodes)
+    own = () if host is None else ("--host", host)
     module = ["services.trainer"]
     if trainer.num_ranks > 1:
-        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks}"]
+        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks // num_nodes}"]
         if trainer.rendezvous_port:
             module.append(f"--rendezvous-port={trainer.rendezvous_port}")
+    if num_nodes > 1:
+        place = (f"--num-nodes={num_nodes}", f"--node-rank={trainer.nodes.index(node)}", f"--rendezvous-host={meeting}")
+        module += [*place, f"--interface={trainer.interface}"]
     return _spec(
-        f"trainer-{policy}",
-        address(LOOPBACK, trainer.port),
-        *(*module, "--policy", policy, "--orchestrator", orchestrator, "--host", host, *more),
+        trainer_name(policy, node),
+        address(LOOPBACK, trainer.port) if node == 0 else "",  # the first rank answers for all
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
     )
@@ -120,12 +143,10 @@ def ports_in_use(recipe: Recipe) -> list[str]:
         if service.node != 0
         for port in ("port", "endpoint.port")
     }
-    hosts = {"orchestrator": recipe.orchestrator.host}
-    hosts |= {f"inference.{name}": service.host for name, service in recipe.inference.items()}
-    hosts |= {"envgateway": recipe.envgateway.host} if recipe.envgateway else {}
+    hosts = recipe.hosts
     problems = []
     for where, port in recipe.ports():
-        host = hosts.get(where.removesuffix(".port"), LOOPBACK)
+        host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
         if port and where not in elsewhere and is_here(host) and not is_free(port, host):
             problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from services.cli.errors import Interrupted
+from services.cli.first_contact import wait_for_orchestrator
+from services.cli.free_ports import LOOPBACK
 from services.cli.launch_checks import missing_data
+from services.cli.launch_keys import act_as, keys_of, renew_in_time, with_keys
+from services.cli.node_bundles import keys_of_process, write_bundles
 from services.cli.nodes import (
     bundle_there,
     commands_for_other_nodes,
@@ -25,11 +29,9 @@ from services.cli.nodes import (
     require_port,
     with_addresses,
 )
-from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
+from services.cli.plan import ProcessSpec, inference_process, plan, trainer_name, trainer_process
 from services.cli.processes import Processes
-from services.cli.reach import wait_for_orchestrator
 from services.cli.run import warm_start
-from services.cli.run_keys import act_as, keys_of_process, keys_of_run, role_of, with_keys
 from services.cli.signals import StopSignal
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -48,6 +50,7 @@ class Started:
     process: ProcessSpec
     orchestrator: str  # the address that it dials
     node: int
+    shared: bool = False  # with other nodes: when one of them is lost, it is started again here
 
 
 def start(
@@ -70,7 +73,10 @@ def start(
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _make_run(recipe, directory, console)
         resolved = load_resolved(directory)
-        keys = keys_of_run(resolved, directory, environment)
+        keys = keys_of(resolved, directory, environment)
+        if keys is not None:
+            renew_in_time(keys)
+            write_bundles(resolved, directory, keys)
         for line in commands_for_other_nodes(resolved, directory, environment):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _become(_planned(resolved, directory, process), keys)
@@ -78,14 +84,14 @@ def start(
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _save_once(recipe, directory)
         resolved = load_resolved(directory)
-        _become(_planned(resolved, directory, process), keys_of_run(resolved, directory, environment))
+        _become(_planned(resolved, directory, process), keys_of(resolved, directory, environment))
     else:
         found = find(recipe, process, run_dir, environment)
         directory = (run_dir or _home(recipe, found.node)).resolve()
         keys = keys_of_process(recipe, process, found.node, directory, console, environment)
-        act_as(keys, role_of(process))
+        act_as(keys, process)
         wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
-        if found.node == 0:
+        if found.node == 0 and not found.shared:
             _become(found.process, keys)
         else:
             _watch(found.process, keys, recipe, directory)
@@ -94,25 +100,30 @@ def start(
 def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Started:
     """The command line of an inference service or trainer, with the address at which it finds the orchestrator."""
     kind, _, name = process.partition("-")
-    known: dict[str, Mapping[str, object]] = {"inference": recipe.inference, "trainer": recipe.policies}
-    if name not in known.get(kind, {}):
-        names = [spec.name for node in _nodes(recipe) for spec in plan(recipe, Path(), node)]
+    shares = {trainer_name(p, n): (p, n) for p, section in recipe.policies.items() for n in section.trainer.nodes}
+    if process not in shares and (kind != "inference" or name not in recipe.inference):
+        names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]
         raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(names)}")
     require_port("orchestrator.port", recipe.orchestrator.port)
-    node = recipe.inference[name].node if kind == "inference" else 0
+    policy, node = shares.get(process, ("", 0))
+    if not policy:
+        node = recipe.inference[name].node
     host = host_of_node_0(recipe, process, node, environment)
     orchestrator = address(host, recipe.orchestrator.port)
     own = listening_host(environment)
     far = node != 0 or not is_here(host)
-    if kind == "inference" and far:
+    if not policy and far:
         place = str((run_dir or _home(recipe, node)).resolve())
         spec = inference_process(recipe, name, orchestrator, "--run-dir", place, host=own)
-    elif kind == "inference":
+    elif not policy:
         spec = inference_process(recipe, name, orchestrator)
     else:
         more = () if run_dir is None else ("--run-dir", str(run_dir.resolve()))
-        spec = trainer_process(recipe, name, orchestrator, *more, host=own if far else host)
-    return Started(process=spec, orchestrator=orchestrator, node=node)
+        meeting = host if node else LOOPBACK
+        listening = own if far else None
+        spec = trainer_process(recipe, policy, orchestrator, *more, host=listening, node=node, meeting=meeting)
+    shared = bool(policy) and len(recipe.policies[policy].trainer.nodes) > 1
+    return Started(process=spec, orchestrator=orchestrator, node=node, shared=shared)
 
 
 def _home(recipe: Recipe, node: int) -> Path:
@@ -159,7 +170,7 @@ def _planned(recipe: Recipe, run_dir: Path, process: str) -> ProcessSpec:
 
 def _become(spec: ProcessSpec, keys: Path | None) -> None:
     """Signals and exit codes are then the process's own."""
-    spec = with_keys([spec], keys)[0]
+    spec = with_keys(spec, keys)
     os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})
 
 
@@ -169,7 +180,7 @@ def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path
     stop = StopSignal()
     processes = Processes(directory, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        processes.start(with_keys([spec], keys)[0])
+        processes.start(with_keys(spec, keys))
         while spec.name not in processes.watch():
             stop.check()
             time.sleep(POLL_S)
@@ -178,7 +189,3 @@ def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path
     finally:
         stop.restore()
         processes.stop()
-
-
-def _nodes(recipe: Recipe) -> Sequence[int]:
-    return sorted({0, *(service.node for service in recipe.inference.values())})

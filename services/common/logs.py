@@ -1,7 +1,7 @@
 """Logs: events with fields, readable on a terminal, JSON lines in the run directory.
 
 ``log.info("batch.ready", step=7)``: machines count events, and names do not drift. Ids bound with ``bind`` (run,
-step, policy, task group) are on every later event of the same task.
+step, policy, task group) are on every later event of the same task. What looks like a secret is not written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, BinaryIO
 import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
+
+from services.common.redaction import redacted
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MOST_CHARACTERS = 2000  # of one value
@@ -95,12 +97,13 @@ class _Sink:
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
         if self._file is not None:
             try:
-                self._file.write(orjson.dumps({**self._identity, **event}, default=str, option=_JSON))
+                line = orjson.dumps({**self._identity, **event}, default=str, option=_JSON)
+                self._file.write(redacted(line.decode()).encode())
             except OSError:
                 pass  # a full disk must not stop a service; the terminal still gets the event
         if _LEVELS.get(method, 40) < self._console_level:
             raise structlog.DropEvent
-        return str(self._render(logger, method, event))
+        return redacted(str(self._render(logger, method, event)))
 
     def close(self) -> None:
         if self._file is not None:

@@ -6,13 +6,16 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from services.common import logs
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.services import MetricsConfig
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.common.security import identity
+from services.common.security.binding import check_keys_are_there
 from services.common.security.roles import Role
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, with_variables
@@ -48,20 +51,32 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        config, run_id, redis_uri = _told(arguments)
+        told = _told(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        sandbox = SandboxPool.start_before_threads(config.sandbox)
-        identity.configure(Role.ENVGATEWAY)  # only now: what the sandbox was forked from has read no keys
+        sandbox = SandboxPool.start_before_threads(told.config.sandbox)
+        # Only now: what the sandbox was forked from has read no keys.
+        check_keys_are_there(told.needs_keys, identity.configure(Role.ENVGATEWAY))
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
-        asyncio.run(serve(config, sandbox, run_id, redis_uri))
+        asyncio.run(
+            serve(told.config, sandbox, told.run_id, told.redis_uri, metrics=told.metrics, run_dir=arguments.run_dir)
+        )
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 
 
-def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
-    """The settings, the id of the run, and the URI of Redis."""
-    section, run_id = None, ""
+class _Told(NamedTuple):
+    """What arguments, recipe and variables come to."""
+
+    config: EnvGatewayConfig
+    run_id: str = ""
+    redis_uri: str = ""
+    needs_keys: bool = False
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def _told(arguments: argparse.Namespace) -> _Told:
+    section, run_id, needs_keys, metrics = None, "", False, MetricsConfig()
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -69,7 +84,8 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
             recipe = load_recipe(arguments.recipe, arguments.overrides)
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
-        section, run_id = recipe.envgateway, recipe.run.id or ""
+        section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
+        needs_keys = recipe.needs_keys
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
@@ -78,7 +94,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str]:
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
-    return config, run_id, redis_uri
+    return _Told(config, run_id, redis_uri, needs_keys, metrics)
 
 
 if __name__ == "__main__":

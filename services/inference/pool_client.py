@@ -21,9 +21,10 @@ import structlog
 
 from services.common.accounts import AccountState, PeerState
 from services.common.aio import backoff
-from services.common.errors import DeadlineError, LeaseLostError, MillraceError, UserError
+from services.common.errors import AccessError, DeadlineError, LeaseLostError, MillraceError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import DEADLINES, translated_errors
+from services.common.rpc.refusals import refusal_behind
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import fetch_plan_from_proto, interval_to_proto, order_from_proto, weight_version_from_proto
 from services.common.serde_accounts import account_to_proto, peer_to_proto
@@ -91,6 +92,7 @@ class PoolClient:
         report_period_s: float = REPORT_PERIOD_S,
         away_timeout_s: float = AWAY_TIMEOUT_S,
     ) -> None:
+        self._channel = channel
         self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(channel)
         self._identity = identity
         self._member = member
@@ -145,6 +147,8 @@ class PoolClient:
             except MillraceError as error:
                 if not self._left.is_set():
                     log.warning("pool.stream_broke", error=error.message)
+                    if (refused := await refusal_behind(error, self._channel)) is not None:
+                        raise refused from None
             if self._welcomed.is_set():
                 delays = backoff()
             self._check_away()
@@ -271,6 +275,8 @@ class PoolClient:
             if self._call is not None and not self._draining:
                 self._call.cancel()  # the join loop joins again
             return True
+        except AccessError:
+            raise  # refused for what we are, or no longer are
         except MillraceError as error:
             if warn:
                 log.warning("pool.report_failed", error=error.message)

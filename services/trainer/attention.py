@@ -45,6 +45,11 @@ class Documents:
     max_length: int
     offsets: torch.Tensor  # [num_documents + 1] int32, on the model's device
 
+    @property
+    def num_pairs(self) -> int:
+        """How many (token, token that it sees) there are, itself included."""
+        return sum(count * length * (length + 1) // 2 for count, length in self.runs)
+
     @classmethod
     def from_offsets(cls, offsets: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> Documents:
         """

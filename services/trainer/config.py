@@ -26,7 +26,7 @@ class Settings:
     policy: str
     orchestrator: str
     run_dir: Path | None = None
-    host: str = "127.0.0.1"
+    host: str | None = None
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -46,8 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     )
     parser.add_argument(
         "--host",
-        default="127.0.0.1",
-        help="bind address of the weight publisher: where other machines fetch versions (default: this machine only)",
+        help="bind address of the weight publisher instead of the recipe's: where other machines fetch versions from here",
     )
     options = parser.parse_args(arguments)
     return Settings(

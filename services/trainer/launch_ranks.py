@@ -53,6 +53,8 @@ def main() -> int:
     try:
         run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments])
     except ChildFailedError as error:
+        if watch is not None:
+            watch.stop(failed=True)
         return _die_alike(_cause(error))
     except SignalException:  # told to stop, the ranks as well; by the watch, or by whoever started us
         return START_AGAIN if watch is not None and watch.lost else 0

@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 BEAT_S = 2.0
 LOST_AFTER_S = 60.0
-PARTING_S = 10.0  # between the end of the store and our own end, when all end in order
+PARTING_S = 5.0  # between the end of another node's ranks and that of our own, when all end for one reason
 _CALL_S = 20.0
 
 
@@ -34,15 +34,22 @@ class NodeWatch:
         self._lost_after_s = lost_after_s
         self._stopped = threading.Event()
         self._lock = threading.Lock()
+        self._store: TCPStore | None = None
         self.lost: str | None = None  # in words, when this watch has ended the ranks
         self._thread = threading.Thread(target=self._run, name="nodes.watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, failed: bool = False) -> None:
+        """``failed``: the ranks of this node have died, and the others need not find out by themselves."""
         with self._lock:
             self._stopped.set()
+            if failed and self._store is not None:
+                try:
+                    self._store.add(_key(self._node_rank, "gone"), 1)
+                except (DistNetworkError, DistStoreError):
+                    pass  # the store has gone first, which says the same
 
     def _run(self) -> None:
         try:
@@ -50,35 +57,36 @@ class NodeWatch:
                 *self._place, is_master=False, timeout=timedelta(seconds=self._meet_s), wait_for_workers=False
             )
             store.set_timeout(timedelta(seconds=_CALL_S))
-            words = self._beat(store)
-        except (
-            DistNetworkError,
-            DistStoreError,
-        ) as error:  # torchrun, which waits for the same store, tells it as well
-            words = f"node 0 is gone: {str(error).splitlines()[0]}"
-        if words and not self._stopped.wait(PARTING_S if "node 0" in words else 0.0):
+            with self._lock:
+                self._store = store
+            words, patience_s = self._beat(store)
+        except (DistNetworkError, DistStoreError) as error:
+            # torchrun, which waits at the same store, says it as well.
+            words, patience_s = f"node 0 is gone: {str(error).splitlines()[0]}", PARTING_S
+        if words and not self._stopped.wait(patience_s):
             with self._lock:
                 if not self._stopped.is_set():
                     self.lost = words
                     sys.stderr.write(f"trainer: {words}; the ranks of this node are ended\n")
                     os.kill(os.getpid(), signal.SIGTERM)
 
-    def _beat(self, store: TCPStore) -> str:
-        """Until stopped, or a node was silent for too long: then who."""
+    def _beat(self, store: TCPStore) -> tuple[str, float]:
+        """Until stopped, or a node has gone: then what to say, and how long our own ranks may take to say it better."""
         heard: dict[int, tuple[int, float]] = {}
         while not self._stopped.wait(BEAT_S):
-            store.add(_key(self._node_rank), 1)
+            store.add(_key(self._node_rank, "beats"), 1)
             now = time.monotonic()
             for node in self._others:
-                count = store.add(_key(node), 0)
+                if store.add(_key(node, "gone"), 0):
+                    return f"the ranks of node {node} have died", PARTING_S
+                count = store.add(_key(node, "beats"), 0)
                 if node not in heard or heard[node][0] != count:
                     heard[node] = (count, now)
-                elif (
-                    count and now - heard[node][1] > self._lost_after_s
-                ):  # who has never come is torchrun's to wait for
-                    return f"node {node} was not heard of for {self._lost_after_s:g} s"
-        return ""
+                elif count and now - heard[node][1] > self._lost_after_s:
+                    # Who has never come is torchrun's to wait for.
+                    return f"node {node} was not heard of for {self._lost_after_s:g} s", 0.0
+        return "", 0.0
 
 
-def _key(node: int) -> str:
-    return f"millrace/nodes/{node}"
+def _key(node: int, what: str) -> str:
+    return f"millrace/nodes/{node}/{what}"

@@ -29,6 +29,7 @@ from services.common.errors import (
 )
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.rpc.refusals import refusal_behind
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.security.roles import Peer
 from services.common.serde import (
@@ -146,6 +147,9 @@ class OrchestratorClient:
                 log.warning("lease.lost", error=error.message)
             except MillraceError as error:
                 log.warning("orchestrator.lost", address=self._address, error=error.message)
+                if (refused := await refusal_behind(error, self._channel)) is not None:
+                    self._give_up(refused)
+                    return
             await asyncio.sleep(next(delays))
 
     def _is_superseded(self, error: LeaseLostError) -> bool:

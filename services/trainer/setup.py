@@ -14,6 +14,7 @@ from services.trainer.model import load_policy_model
 from services.trainer.optimizer import PolicyOptimizer
 from services.trainer.sharding import Ranks, init_ranks
 from services.trainer.step import TrainStep
+from services.trainer.usage import peak_flops
 
 # How long ranks wait for the first, which waits for the orchestrator; a rank that dies is noticed at once.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -73,6 +74,7 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         max_tokens_per_micro_batch=config.trainer.token_budget,
         temperature=recipe.sampling.temperature,
         reference=reference,
+        peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
     )
     return step, tokenizer
 

@@ -39,6 +39,7 @@ from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
 from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
+from services.trainer.usage import Usage
 
 Logprobs = Seq[torch.Tensor]  # one [num_targets] per micro-batch
 
@@ -65,6 +66,7 @@ class TrainStep:
         max_tokens_per_micro_batch: int,
         temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
         reference: PolicyModel | None = None,
+        peak_flops: float | None = None,  # of this rank's device, for the metric mfu
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigError(
@@ -84,10 +86,12 @@ class TrainStep:
         self._temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
+        self._usage = Usage(model, ranks, peak_flops)
 
     def run(self, batch: RankBatch) -> StepMetrics:
         """Train on one batch. Every rank calls it with its own share of the same batch."""
         started = time.perf_counter()
+        self._usage.begin()
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -266,6 +270,7 @@ class TrainStep:
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
+        self._usage.add(batch, sums)
         return loss
 
     # -- afterwards --------------------------------------------------------------------------------------------------
@@ -304,6 +309,7 @@ class TrainStep:
             num_micro_batches=num_micro_batches,
             seconds=seconds,
             tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
+            **self._usage.metrics(total, seconds),  # type: ignore[arg-type]
             algorithm=algorithm,
         )
 

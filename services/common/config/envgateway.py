@@ -132,7 +132,7 @@ class HttpConfig(Section):
 
 class EnvGatewayConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
+    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50080, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -99,12 +99,19 @@ class TrainerConfig(Section):
     port: int = Field(default=50071, ge=0, le=65535)
     """Port of the trainer's StatusService; 0 takes a free one."""
     num_ranks: int = Field(default=1, ge=1)
-    """Processes that share the training (FSDP2)."""
+    """Processes that share the training (FSDP2), on all nodes together."""
+    nodes: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
+    """Nodes over which the ranks are spread, as many on each; the first is 0. Several need a directory that all of them see
+    for the run's checkpoints, a `rendezvous_port`, and an `interface`."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
-    """GPUs that it gets for itself, one per rank; empty: it sees what its environment shows. Variable: TRAINER_<POLICY>_GPUS,
-    which also sets `num_ranks`."""
+    """GPUs that it gets for itself on each of its nodes, one per rank; empty: it sees what its environment shows. Variable:
+    TRAINER_<POLICY>_GPUS, which also sets `num_ranks`."""
     rendezvous_port: int = Field(default=0, ge=0, le=65535)
-    """Port at which several ranks find each other; 0 takes a free one."""
+    """Port at which several ranks find each other; 0 takes a free one, on one node."""
+    interface: str = ""
+    """Network interface between several nodes, such as `eth1` (a node may name another in GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME). Gradients cross it without encryption or authentication: NCCL and gloo have none. So it must be of
+    a private network, and it has no default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU when there is one."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -160,6 +167,8 @@ class WeightsConfig(Section):
     """Most bytes per second that the publisher, and each relay, sends; 0 is no limit."""
     spill_directory: str | None = None
     """Where snapshots go when /dev/shm is full; left out, `snapshots/` in the run directory."""
+    host: str = "127.0.0.1"
+    """Bind address of the publisher. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=19861, ge=0, le=65535)
     """Port of the publisher's WeightService; 0 takes a free one."""
 

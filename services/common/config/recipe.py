@@ -13,9 +13,11 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.placement import check_placement
 from services.common.config.policy import PolicyConfig
+from services.common.config.security import SecurityConfig
 from services.common.config.services import (
     InferenceConfig,
     LaunchConfig,
+    MetricsConfig,
     OrchestratorConfig,
     RolloutConfig,
     WarmStartConfig,
@@ -67,6 +69,10 @@ class Recipe(Section):
     """By policy: supervised training that makes its starting checkpoint, before the run."""
     launch: LaunchConfig = LaunchConfig()
     """How processes are started and stopped."""
+    security: SecurityConfig = SecurityConfig()
+    """Who may reach the services."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics for Prometheus."""
 
     @field_validator("policies", "inference")
     @classmethod
@@ -88,7 +94,16 @@ class Recipe(Section):
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
         self._check_evaluation()
+        self._check_security()
         return self
+
+    def _check_security(self) -> None:
+        away = [f"{where} is {host}" for where, host in self.hosts.items() if not is_loopback(host)]
+        if self.security.tls == "off" and away:
+            raise ValueError(
+                f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
+                "security.tls out"
+            )
 
     def _check_evaluation(self) -> None:
         evaluation = self.evaluation
@@ -165,6 +180,12 @@ class Recipe(Section):
             if port and port in ports:
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
+        for name in self.metrics.ports:
+            if name not in self.processes_with_metrics():
+                raise ValueError(
+                    f"metrics.ports names {name!r}, which is no process of this recipe; write one of "
+                    f"{', '.join(self.processes_with_metrics())}"
+                )
 
     def compositions(self) -> list[tuple[str, ...]]:
         """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
@@ -176,6 +197,11 @@ class Recipe(Section):
         if self.rollout.policies == "apart":
             return [(policy,) for policy in chosen or self.policies]
         return [chosen]
+
+    def nodes(self) -> list[int]:
+        """The nodes that it names, 0 first."""
+        named = {service.node for service in self.inference.values()}
+        return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
@@ -192,7 +218,15 @@ class Recipe(Section):
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
             ports.append((f"policies.{name}.trainer.rendezvous_port", policy.trainer.rendezvous_port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
+        if self.metrics.enabled:
+            ports += [(f"metrics.ports.{name}", port) for name, port in self.metrics.ports.items()]
         return ports
+
+    def processes_with_metrics(self) -> list[str]:
+        """Everything that serves metrics, by the names that `metrics.ports` knows."""
+        trainers = [f"{kind}-{policy}" for policy in self.policies for kind in ("trainer", "publisher")]
+        inference = [f"inference-{name}" for name in self.inference]
+        return ["orchestrator", *inference, *trainers, *(["envgateway", "worker"] if self.envgateway else [])]
 
     def optimizer(self, policy: str) -> OptimizerConfig:
         """The optimizer of a policy, its schedule spanning the whole run unless the recipe says otherwise."""
@@ -210,10 +244,27 @@ class Recipe(Section):
         chosen = self.policies[policy].weights.digest
         if chosen != "auto":
             return chosen
-        hosts = [self.orchestrator.host, *(service.host for service in self.inference.values())]
+        return "xxh3-128" if self.is_on_loopback else "blake3"
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Every bind address, by its path in the recipe."""
+        found = {"orchestrator.host": self.orchestrator.host}
+        found |= {f"inference.{name}.host": service.host for name, service in self.inference.items()}
+        found |= {f"policies.{name}.weights.host": policy.weights.host for name, policy in self.policies.items()}
         if self.envgateway:
-            hosts.append(self.envgateway.host)
-        return "xxh3-128" if all(map(is_loopback, hosts)) else "blake3"
+            found["envgateway.host"] = self.envgateway.host
+        return found
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only its own machine reaches any service of the run."""
+        return all(map(is_loopback, self.hosts.values()))
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether its services cannot, or shall not, do without keys."""
+        return self.security.tls == "on" or not self.is_on_loopback
 
     def model_path(self, policy: str, run_dir: Path) -> str:
         """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""

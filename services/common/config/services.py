@@ -29,7 +29,7 @@ class RolloutConfig(Section):
 
 class OrchestratorConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
+    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50050, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ORCHESTRATOR_PORT."""
     lease_s: float = Field(default=30.0, gt=0)
@@ -71,14 +71,14 @@ class ForcedEngineConfig(Section):
 
 class EndpointConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
-    """HTTP port of the OpenAI-compatible endpoint, on loopback; 0 takes a free one, null serves none."""
+    """HTTP port of the OpenAI-compatible endpoint, at the host of its service; 0 takes a free one, null serves none."""
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """A larger request is refused."""
 
 
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Only loopback is allowed."""
+    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     engine: Literal["torch", "forced", "scripted", "sglang"] = "torch"
@@ -150,3 +150,11 @@ class LaunchConfig(Section):
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
     """Memory of each GPU. `millrace check` and `millrace run` refuse what cannot fit."""
+
+
+class MetricsConfig(Section):
+    enabled: bool = False
+    """Every process serves `/metrics` for Prometheus over HTTP, and writes where into RUN/prometheus."""
+    ports: dict[str, Annotated[int, Field(ge=0, le=65535)]] = {}
+    """Ports by process (orchestrator, inference-NAME, trainer-POLICY, publisher-POLICY, envgateway, worker); who is not
+    named takes a free one."""

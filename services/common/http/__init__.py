@@ -1,1 +1,1 @@
-"""Serving HTTP on loopback: what the services that do share."""
+"""Serving HTTP: what the services that do share."""

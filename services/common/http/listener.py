@@ -1,4 +1,4 @@
-"""Listening for HTTP on one loopback port."""
+"""Listening for HTTP on one port: with keys over TLS to those who may use its routes, without keys on loopback only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import structlog
 from aiohttp import web
 
 from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
+from services.common.http.authentication import Refuse, Shown, authenticated, authorization, plainly
+from services.common.security import identity
+from services.common.security.binding import check_bind
+from services.common.security.tls import server_context
 
 log = structlog.get_logger()
 
@@ -16,7 +19,7 @@ _STOP_S = 5.0
 
 
 class Listener:
-    """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback."""
+    """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for another bind than loopback without keys."""
 
     def __init__(
         self,
@@ -26,13 +29,21 @@ class Listener:
         *,
         name: str,
         setting: str,
+        group: str,
         leaving_cancels: bool,
         reuse_port: bool = False,
+        refuse: Refuse = plainly,
+        shown: Shown = authorization,
     ) -> None:
         """``name`` and ``setting`` are for errors: what listens, and the port's path in the recipe. ``leaving_cancels``
-        ends the handler of a client that has left. ``reuse_port`` lets several processes share the port."""
-        if not is_loopback(host):
-            raise ConfigError(f"{name} may not bind {host}: it does not authenticate its callers")
+        ends the handler of a client that has left. ``reuse_port`` lets several processes share the port.
+
+        ``group`` says in the table of permissions who may use the routes, ``shown`` finds the token in a request, and
+        ``refuse`` writes the refusal as the routes write theirs."""
+        self._identity = identity.current()
+        check_bind(name, host, self._identity)
+        if self._identity is not None:
+            application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown))
         self._runner = web.AppRunner(
             application, handler_cancellation=leaving_cancels, access_log=None, shutdown_timeout=_STOP_S
         )
@@ -43,6 +54,11 @@ class Listener:
         self.port = port
 
     @property
+    def is_secure(self) -> bool:
+        """Whether it is https."""
+        return self._identity is not None
+
+    @property
     def routes(self) -> list[tuple[str, str]]:
         """Method and path of everything that is served."""
         found = self._runner.app.router.resources()
@@ -51,7 +67,10 @@ class Listener:
     async def start(self) -> int:
         """Returns the port. Raises ``ConfigError`` for one that is taken."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port, reuse_port=self._reuse_port or None)
+        context = None if self._identity is None else server_context(self._identity)
+        site = web.TCPSite(
+            self._runner, self._host, self.port, reuse_port=self._reuse_port or None, ssl_context=context
+        )
         try:
             await site.start()
         except OSError as error:
@@ -61,7 +80,7 @@ class Listener:
                 f"another with {self._setting} in the recipe (0 takes a free one)"
             ) from None
         self.port = self._runner.addresses[0][1]
-        log.info("http.listening", name=self._name, address=f"{self._host}:{self.port}")
+        log.info("http.listening", name=self._name, address=f"{self._host}:{self.port}", tls=self.is_secure)
         return self.port
 
     async def stop(self) -> None:

@@ -284,17 +284,21 @@ class BulkPayload(google.protobuf.message.Message):
 
     ENDPOINT_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    SERVER_KEY_FIELD_NUMBER: builtins.int
     endpoint: builtins.str
     """The socket, as ZeroMQ writes it."""
     ticket: builtins.bytes
     """Lets its bearer read this payload, for a while."""
+    server_key: builtins.bytes
+    """The socket's CURVE key (32 bytes), in a run with keys; absent, the socket is on loopback and plain."""
     def __init__(
         self,
         *,
         endpoint: builtins.str = ...,
         ticket: builtins.bytes = ...,
+        server_key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["endpoint", b"endpoint", "server_key", b"server_key", "ticket", b"ticket"]) -> None: ...
 
 Global___BulkPayload: typing_extensions.TypeAlias = BulkPayload
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -71,28 +72,38 @@ KEEPALIVE: list[tuple[str, Any]] = [
 ]
 
 
-def channel(address: str, peer: Peer = Peer.MEMBER) -> grpc.aio.Channel:
+def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
     """A channel to a service; it connects on first use and reconnects by itself.
 
     A process with keys (``services.common.security.identity``) speaks TLS, and only to a ``peer`` of its run.
     """
     who = identity.current()
     if who is None:
-        return _Channel(grpc.aio.insecure_channel(address, options=_OPTIONS))
+        return ServiceChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), address, peer)
     options = [*_OPTIONS, *channel_options(peer)]
-    return _SecureChannel(who, lambda: grpc.aio.secure_channel(address, channel_credentials(who), options=options))
+    connect = partial(_connect, address, who, options)
+    return _SecureChannel(connect, address, peer, who)
 
 
-class _Channel(grpc.aio.Channel):
+def _connect(address: str, who: identity.Identity, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, channel_credentials(who), options=options)
+
+
+class ServiceChannel(grpc.aio.Channel):
     """Puts the caller's ids on every call; all else is the wrapped channel's.
 
     Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
     """
 
-    def __init__(self, wrapped: grpc.aio.Channel) -> None:
+    def __init__(
+        self, wrapped: grpc.aio.Channel, address: str, peer: Peer, who: identity.Identity | None = None
+    ) -> None:
+        self.address = address
+        self.peer = peer
+        self.who = who
         self._wrapped = wrapped
 
-    async def __aenter__(self) -> _Channel:
+    async def __aenter__(self) -> ServiceChannel:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,12 +134,14 @@ class _Channel(grpc.aio.Channel):
         return _with_ids(self._wrapped.stream_stream(*arguments, **keywords))
 
 
-class _SecureChannel(_Channel):
+class _SecureChannel(ServiceChannel):
     """Also puts the token on every call. After a renewal of the keys new calls take a connection made with the new ones;
     calls that run go on with the old."""
 
-    def __init__(self, who: identity.Identity, connect: Callable[[], grpc.aio.Channel]) -> None:
-        super().__init__(connect())
+    def __init__(
+        self, connect: Callable[[], grpc.aio.Channel], address: str, peer: Peer, who: identity.Identity
+    ) -> None:
+        super().__init__(connect(), address, peer, who)
         self._who = who
         self._connect = connect
         self._generation = who.generation

@@ -15,6 +15,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.rpc.refusals import refusal_behind
 from services.common.security.roles import Peer
 
 log = structlog.get_logger()
@@ -32,7 +33,8 @@ class RunSettings:
 
 
 async def fetch_run(address: str, timeout_s: float = FIRST_CONTACT_S) -> RunSettings:
-    """Ask the orchestrator, waiting until it is there; raises ``DeadlineError`` naming address and remedy."""
+    """Ask the orchestrator, waiting until it is there; raises ``DeadlineError`` naming address and remedy, and
+    ``AccessError`` at once when keys are the reason."""
     try:
         async with deadline(timeout_s, f"the first answer of the orchestrator at {address}"):
             response = await _ask(address)
@@ -56,5 +58,7 @@ async def _ask(address: str) -> run_pb2.GetRunResponse:
                     )
             except (InfrastructureError, DeadlineError) as error:
                 log.debug("orchestrator.unreachable", address=address, error=error.message)
+                if (refused := await refusal_behind(error, connection)) is not None:
+                    raise refused from None
                 await asyncio.sleep(delay)
     raise AssertionError("backoff never ends")

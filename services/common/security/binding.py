@@ -20,3 +20,12 @@ def check_bind(what: str, host: str, identity: Identity | None, run_id: str = ""
             f"{what}: {identity.folder} holds keys of run {identity.run!r}, but this is run {run_id!r}: make keys for it "
             f"with `millrace keys`, and set {VARIABLE} to them"
         )
+
+
+def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
+    """Raises ``ConfigError`` for a run that wants TLS (``Recipe.needs_keys``) in a process without keys."""
+    if needed and identity is None:
+        raise ConfigError(
+            f"this run wants TLS (security.tls, or a host other than loopback), and this process has no keys: make them "
+            f"with `millrace keys` and set {VARIABLE} to their directory"
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ KEY = "key.pem"
 TOKEN = "token"
 TOKEN_PUBLIC = "token.pub"
 SETTINGS = "bundle.json"
+
+DAYS = 30.0  # that certificates and tokens last, if nothing else is asked for
 
 SECRETS = frozenset({KEY, TOKEN})
 FILES = (CA, CERTIFICATE, KEY, TOKEN, TOKEN_PUBLIC, SETTINGS)
@@ -121,3 +123,8 @@ def _read(path: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; copy the whole directory of the role") from None
+
+
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for programs that are none of the run's own."""
+    return {name: value for name, value in environment.items() if name != VARIABLE}

@@ -1,11 +1,13 @@
-"""The bulk plane's sending end: payloads over a ZeroMQ ROUTER on loopback TCP, for bearers of tickets.
+"""The bulk plane's sending end: payloads over a ZeroMQ ROUTER on TCP, for bearers of tickets.
 
 Nothing is sent that was not asked for (``bulk_frames``), and one receiver has at most ``WINDOW`` open requests, so a
 slow one holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
 bytes; this module runs on the event loop, woken by the socket's descriptor, and spends some ten microseconds per MiB.
 A wrong ticket or a garbage frame is answered with an error and changes nothing for others.
 
-Until control channels are encrypted, and keys can be handed out over them, the socket binds loopback only.
+In a run with keys the socket speaks CURVE, with a key pair of this process that the control channel hands out beside
+the ticket: who has no ticket of ours never got the key either, and does not get through the handshake. Without keys the
+socket binds loopback only, and is plain.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ import structlog
 import zmq
 
 from services.common.aio import deadline
-from services.common.errors import DeadlineError, InvalidRequestError, MillraceError, OffsetOutOfRangeError
+from services.common.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    MillraceError,
+    OffsetOutOfRangeError,
+)
+from services.common.loopback import is_loopback
+from services.common.transfer.bulk_curve import HANDSHAKE_BYTES, new_keys
 from services.common.transfer.bulk_frames import (
     REQUEST_BYTES,
     WINDOW,
@@ -53,20 +63,27 @@ class _Session:
 
 
 class BulkServer:
-    """``start``, hand out ``tickets``, ``stop``. Owns its socket and its sessions."""
+    """``start``, hand out ``tickets`` and ``public_key``, ``stop``. Owns its socket and its sessions.
+
+    Raises ``ConfigError`` for another bind than loopback that is not ``encrypted``.
+    """
 
     def __init__(
         self,
         budget: SendBudget,
         *,
         host: str = "127.0.0.1",
+        encrypted: bool = False,
         from_bytes: int = BULK_FROM_BYTES,
         idle_s: float = TICKET_S,
     ) -> None:
+        if not encrypted and not is_loopback(host):
+            raise ConfigError(f"the bulk plane may not bind {host} without keys: it would send weights in the clear")
         self.from_bytes = from_bytes
         self.tickets = Tickets(idle_s)
         self.endpoint = ""
         self.num_refused = 0
+        self.public_key, self._secret_key = new_keys() if encrypted else (b"", b"")
         self._budget = budget
         self._host = host
         self._idle_s = idle_s
@@ -83,6 +100,10 @@ class BulkServer:
         socket.maxmsgsize = REQUEST_BYTES  # a peer that sends more is disconnected by ZeroMQ
         socket.sndhwm = _HIGH_WATER
         socket.ipv6 = ":" in self._host
+        if self._secret_key:
+            socket.curve_server = True
+            socket.curve_secretkey = self._secret_key
+            socket.maxmsgsize = HANDSHAKE_BYTES
         host = f"[{self._host.strip('[]')}]" if ":" in self._host else self._host
         port = socket.bind_to_random_port(f"tcp://{host}")
         self._socket = socket

@@ -53,6 +53,7 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
             response.bulk.endpoint = self._bulk.endpoint
             response.bulk.ticket = self._bulk.tickets.give(source, payload.payload_id)
+            response.bulk.server_key = self._bulk.public_key
         return response
 
     async def FetchWeights(

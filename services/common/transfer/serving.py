@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import structlog
-
-from services.common.loopback import is_loopback
 from services.common.pb import weights_pb2_grpc
 from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.servicer import WeightServicer
 from services.common.transfer.source import PayloadSource
-
-log = structlog.get_logger()
 
 
 async def add_weight_service(
@@ -25,16 +20,11 @@ async def add_weight_service(
     bulk = None
     if not bulk_wanted:
         pass  # the recipe's transports leave it out: no socket is opened
-    elif is_loopback(server.host):
-        bulk = BulkServer(budget, host="127.0.0.1" if server.host == "localhost" else server.host)
+    else:
+        host = "127.0.0.1" if server.host == "localhost" else server.host
+        bulk = BulkServer(budget, host=host, encrypted=server.identity is not None)
         await bulk.start()
         server.on_stop(bulk.stop)
-    else:
-        log.warning(
-            "bulk.not_offered",
-            host=server.host,
-            reason="the control channel is not encrypted: no keys can be handed out",
-        )
     servicer = WeightServicer(sources, budget, bulk)
     server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
     return servicer

@@ -41,7 +41,7 @@ Read = TypeVar("Read")
 
 
 class HttpServer:
-    """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for a bind that is not loopback, and for a taken port."""
+    """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for a bind without keys, and for a taken port."""
 
     def __init__(self, config: HttpConfig, host: str, queue: JobQueue, submissions: Submissions) -> None:
         assert config.port is not None
@@ -60,7 +60,7 @@ class HttpServer:
             )
         self._listener = Listener(
             application, host, config.port,
-            name="the HTTP interface", setting="envgateway.http.port", leaving_cancels=True,
+            name="the HTTP interface", setting="envgateway.http.port", group="judge", leaving_cancels=True,
             reuse_port=config.reuse_port,
         )  # fmt: skip
 

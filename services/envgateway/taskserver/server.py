@@ -40,7 +40,7 @@ class TaskServer:
         # A client that leaves ends nothing: its turn is taken once, and may be looked up by no one.
         self._listener = Listener(
             application, host, config.port,
-            name="the task server", setting="envgateway.task_server.port", leaving_cancels=False,
+            name="the task server", setting="envgateway.task_server.port", group="task_server", leaving_cancels=False,
         )  # fmt: skip
 
     @property

@@ -17,7 +17,9 @@ from services.common.errors import (
     InvalidRequestError,
     MillraceError,
     NotFoundError,
+    PermissionDeniedError,
     PromptTooLongError,
+    UnauthenticatedError,
     UnknownPolicyError,
 )
 from services.inference.workflows.captured import Ask
@@ -99,6 +101,10 @@ def refusal(error: MillraceError) -> tuple[int, dict[str, Any]]:
     status, code = 500, error.reason.lower()
     if isinstance(error, UnknownSessionError):
         status, code = 401, "unknown_session"
+    elif isinstance(error, UnauthenticatedError):
+        status = 401
+    elif isinstance(error, PermissionDeniedError):
+        status = 403
     elif isinstance(error, UnknownPolicyError):
         status, code = 404, "model_not_found"
     elif isinstance(error, PromptTooLongError):

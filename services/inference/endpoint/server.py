@@ -3,7 +3,8 @@
     POST /v1/chat/completions      GET /v1/models
 
 Every request names its session, in the header ``X-Millrace-Session`` or as its API key, and sees nothing else. A session
-lives as long as its rollout. A client that leaves takes its generation with it.
+lives as long as its rollout. A client that leaves takes its generation with it. In a run with keys the routes are https,
+and what an agent is given as its session also holds the token that lets it in (``access``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from services.common.config.services import EndpointConfig
 from services.common.errors import InvalidRequestError, MillraceError, UnknownPolicyError
 from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
+from services.common.security import identity
 from services.common.tool_calls import OPEN
+from services.inference.endpoint.access import (
+    SESSION_HEADER,
+    agent_of,
+    base_url,
+    shown_session,
+    shown_token,
+    trust,
+    with_token,
+)
 from services.inference.endpoint.answers import (
     Heading,
     chunk,
@@ -48,7 +59,6 @@ from services.inference.workflows.spoken import GrowingText, settled
 
 log = structlog.get_logger(__name__)
 
-SESSION_HEADER = "X-Millrace-Session"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -103,13 +113,22 @@ class EndpointServer:
         application = web.Application(client_max_size=config.body_bytes, middlewares=[_refusing])
         application.add_routes([web.post("/v1/chat/completions", self._chat), web.get("/v1/models", self._models)])
         self._listener = Listener(
-            application, host, config.port, name="the endpoint", setting=setting, leaving_cancels=True
+            application,
+            host,
+            config.port,
+            name="the endpoint",
+            setting=setting,
+            group="endpoint",
+            leaving_cancels=True,
+            refuse=lambda error, status: json_answer(refusal(error)[1], status),
+            shown=shown_token,
         )
+        self._who = identity.current()
+        self._agent = None if self._who is None else agent_of(self._who)
 
     @property
     def base_url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._listener.port}/v1"
+        return base_url(self._host, self._listener.port, secure=self._listener.is_secure)
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -118,6 +137,8 @@ class EndpointServer:
 
     async def start(self) -> int:
         """Returns the port."""
+        if self._who is not None:
+            trust(self._who)
         return await self._listener.start()
 
     async def stop(self) -> None:
@@ -129,7 +150,7 @@ class EndpointServer:
         session_id = secrets.token_urlsafe(24)
         served = self._sessions[session_id] = ServedSession(session)
         try:
-            yield session_id
+            yield session_id if self._agent is None else with_token(session_id, self._agent)
         finally:
             del self._sessions[session_id]
             for task in served.running:
@@ -157,10 +178,7 @@ class EndpointServer:
         return json_answer(completion(heading, turn, logprobs_of(turn, chat) if asked.logprobs else None))
 
     def _session(self, request: web.Request) -> ServedSession:
-        session_id = request.headers.get(SESSION_HEADER)
-        if session_id is None:
-            session_id = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        session = self._sessions.get(session_id)
+        session = self._sessions.get(shown_session(request))
         if session is None:
             raise UnknownSessionError(
                 f"no rollout has this session, or it is over: send the session that the agent was given, in the header "

@@ -9,6 +9,7 @@ import zmq
 from services.common.aio import deadline
 from services.common.errors import CorruptDataError, InfrastructureError, InvalidRequestError, NotFoundError
 from services.common.rpc.channel import DEADLINES
+from services.common.transfer.bulk_curve import OVERHEAD_BYTES, speak_to
 from services.common.transfer.bulk_frames import (
     ANSWER_BYTES,
     WINDOW,
@@ -25,7 +26,13 @@ from services.inference.weights.fetch_range import ByteRange
 _DRAIN_AT_ONCE = WINDOW  # answers read before others get their turn on the event loop
 _BYE_LINGER_MS = 1000  # the last word may take so long after the socket is closed
 # Without the monitor a sender that died would be reconnected to, silently, until the deadline.
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class BulkTransport:
@@ -33,7 +40,9 @@ class BulkTransport:
 
     name = "bulk"
 
-    def __init__(self, endpoint: str, ticket: bytes, source: str) -> None:
+    def __init__(self, endpoint: str, ticket: bytes, source: str, *, server_key: bytes = b"") -> None:
+        """``server_key``: with whom to speak CURVE; empty, the socket is plain."""
+        self._server_key = server_key
         self._endpoint = endpoint
         self._ticket = ticket
         self._source = source
@@ -45,6 +54,9 @@ class BulkTransport:
             socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
             socket.maxmsgsize = CHUNK_BYTES  # a sender of more is disconnected by ZeroMQ
             socket.ipv6 = True
+            if self._server_key:
+                speak_to(socket, self._server_key)
+                socket.maxmsgsize = CHUNK_BYTES + OVERHEAD_BYTES
             monitor: Socket = socket.get_monitor_socket(_LOST)
         except zmq.ZMQError as error:  # no descriptors are left
             raise InfrastructureError(f"no socket for bulk data from {self._source}: {error}") from None

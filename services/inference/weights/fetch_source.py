@@ -22,6 +22,7 @@ from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.security.roles import Peer
 from services.common.serde_weights import payload_from_proto
+from services.common.transfer.bulk_curve import KEY_BYTES
 from services.common.transfer.host import host_identity
 from services.common.transfer.serde_requests import payload_request_to_proto
 from services.common.transfer.source import PayloadRequest
@@ -94,8 +95,12 @@ class WeightSource:
         self._offers = {}
         if response.HasField("mapped"):
             self._offers["mapped"] = MappedTransport(response.mapped.path, response.mapped.offset)
-        if response.HasField("bulk") and _is_loopback_endpoint(response.bulk.endpoint):
-            self._offers["bulk"] = BulkTransport(response.bulk.endpoint, response.bulk.ticket, self.address)
+        if response.HasField("bulk"):
+            endpoint = _reachable(response.bulk.endpoint, self.address)
+            if endpoint and _is_acceptable(endpoint, response.bulk.server_key, is_secure=self._channel.who is not None):
+                self._offers["bulk"] = BulkTransport(
+                    endpoint, response.bulk.ticket, self.address, server_key=response.bulk.server_key
+                )
         return payload
 
     def mapped(self, payload: Payload) -> memoryview | None:
@@ -170,7 +175,18 @@ class WeightSource:
             return await self._manifest(version, None)
 
 
-def _is_loopback_endpoint(endpoint: str) -> bool:
-    """What a source may send us to: the bulk plane is not encrypted, and no other kind of ZeroMQ address is ours."""
+def _reachable(endpoint: str, source: str) -> str:
+    """Where the source's bulk socket is for us, empty for what is no TCP address: one that listens everywhere does so at
+    the address under which we know the source."""
     scheme, _, place = endpoint.partition("://")
-    return scheme == "tcp" and is_loopback(place.rpartition(":")[0].strip("[]"))
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or not port.isdigit():  # no other kind of ZeroMQ address is ours
+        return ""
+    return f"tcp://{source.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "[::]") else endpoint
+
+
+def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool:
+    """Encrypted with a key that came over TLS; or plain on loopback, as the control channel is then."""
+    if is_secure:
+        return len(server_key) == KEY_BYTES
+    return not server_key and is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0])

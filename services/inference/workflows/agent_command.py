@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from services.common.security.bundle import without_keys
+
 _KEPT_BYTES = 64 * 1024  # of the end of each output
 _LINE_BYTES = 16 * 1024
 _SHOWN_CHARACTERS = 2000
@@ -26,7 +28,7 @@ async def run_command(command: Sequence[str], task: Mapping[str, Any], base_url:
     Cancelled, it ends the program and all that it started.
     """
     environment = {
-        **os.environ,
+        **without_keys(os.environ),
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": session,  # of the endpoint; it is the session, for clients that send no other header
         "MILLRACE_SESSION": session,

@@ -13,11 +13,11 @@ import pytest
 import structlog.testing
 import zmq
 
-from services.common.errors import CorruptDataError
+from services.common.errors import ConfigError, CorruptDataError
 from services.common.transfer import servicer as servicer_module
 from services.common.transfer.bulk_frames import BulkRequest, Kind, Operation, decode_answer, encode_answer
-from services.common.transfer.serde_requests import payload_request_to_proto
-from services.common.transfer.serving import add_weight_service
+from services.common.transfer.bulk_server import BulkServer
+from services.common.transfer.sending import SendBudget
 from services.common.transfer.source import PayloadRequest
 from services.inference.weights.fetch import fetch, fetch_range
 from services.inference.weights.fetch_bulk import BulkTransport
@@ -274,21 +274,9 @@ async def test_a_payload_larger_than_its_version_gets_no_room(monkeypatch: pytes
             await fetch(sender.address, RUN, source.version, None)
 
 
-async def test_off_loopback_the_bulk_plane_is_not_offered() -> None:
-    class Elsewhere:
-        """A server as it may be bound once calls are authenticated; the real one still refuses."""
-
-        host = "10.0.0.1"
-
-        def add(self, *_: object) -> None: ...
-
-    with structlog.testing.capture_logs() as logs:
-        servicer = await add_weight_service(Elsewhere(), {POLICY: MemorySource(SIZE)})  # type: ignore[arg-type]
-    assert [line["event"] for line in logs] == ["bulk.not_offered"]
-    assert "not encrypted" in logs[0]["reason"]
-    request = payload_request_to_proto(PayloadRequest(run_id=RUN, policy=POLICY, version=1), ["bulk"])
-    response = await servicer.GetManifest(request, None)  # type: ignore[arg-type]
-    assert not response.HasField("bulk")
+def test_off_loopback_the_bulk_plane_is_never_plain() -> None:
+    with pytest.raises(ConfigError, match="in the clear"):
+        BulkServer(SendBudget(), host="10.0.0.1")
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:5555", "ipc:///tmp/somebody", "inproc://x", "nonsense"])

@@ -86,9 +86,10 @@ class Sender:
     def __init__(self, source: MemorySource, bytes_per_s: float = 0.0, idle_s: float = 60.0) -> None:
         self.source = source
         self.budget = SendBudget(bytes_per_s)
-        self.bulk = BulkServer(self.budget, from_bytes=0, idle_s=idle_s)
-        self.servicer = WeightServicer({POLICY: source}, self.budget, self.bulk)
         self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
+        encrypted = self.server.identity is not None
+        self.bulk = BulkServer(self.budget, encrypted=encrypted, from_bytes=0, idle_s=idle_s)
+        self.servicer = WeightServicer({POLICY: source}, self.budget, self.bulk)
 
     @property
     def address(self) -> str:

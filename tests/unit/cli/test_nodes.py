@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.cli import nodes
+from services.cli import nodes, start
 from services.cli.nodes import address_of_node_0, commands_for_other_nodes, listening_host, with_addresses
 from services.cli.plan import ports_in_use, with_free_ports
 from services.cli.start import find
@@ -32,7 +32,8 @@ NAMES = {"node0.example": [HERE], "elsewhere.example": ["192.0.2.99"], "host": [
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine called host, whose own name leads to loopback only, and with one address."""
     monkeypatch.setattr(nodes, "_addresses", lambda name: NAMES.get(name, [name] if name[0].isdigit() else []))
-    monkeypatch.setattr(nodes, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
+    for module in (nodes, start):
+        monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
     monkeypatch.setattr(nodes, "_outward_address", lambda: HERE)
     monkeypatch.setattr(socket, "gethostname", lambda: "host")
 
@@ -45,6 +46,7 @@ def test_node_0_listens_at_its_address_where_node_1_dials_and_nowhere_else() -> 
     recipe = with_addresses(two_nodes(), {nodes.NODE_HOST: HERE})
     assert recipe.envgateway is not None
     assert (recipe.orchestrator.host, recipe.envgateway.host, recipe.inference["b"].host) == (HERE, HERE, HERE)
+    assert recipe.policies["model0"].weights.host == HERE, "node 1 fetches its versions"
     assert recipe.inference["a"].host == "127.0.0.1", "node 1's own affair"
     assert recipe.digest_algorithm("model0") == "blake3"
 
@@ -123,8 +125,7 @@ def test_processes_of_node_0_find_it_by_themselves() -> None:
     for process in ("inference-b", "trainer-model0", "trainer-model1"):
         found = find(two_nodes(), process, None, {nodes.NODE_HOST: HERE})
         assert (found.node, found.orchestrator) == (0, f"{HERE}:50050")
-    argv = find(two_nodes(), "trainer-model0", None, {nodes.NODE_HOST: HERE}).process.argv
-    assert argv[argv.index("--host") + 1] == HERE, "node 1 fetches its versions"
+    assert "--host" not in find(two_nodes(), "trainer-model0", None, {nodes.NODE_HOST: HERE}).process.argv
 
 
 def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> None:

@@ -94,6 +94,7 @@ def train_step(
     temperature: float = 1.0,
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
+    peak_flops: float | None = None,
 ) -> TrainStep:
     """A step over a fresh tiny model; ``offload`` is of the optimizer and the reference."""
     ranks = ranks or Ranks.single()
@@ -111,4 +112,5 @@ def train_step(
         max_tokens_per_micro_batch=max_tokens,
         temperature=temperature,
         reference=None if reference is None else build_policy_model(reference, ranks, trainable=False, offload=offload),
+        peak_flops=peak_flops,
     )

@@ -1,0 +1,107 @@
+"""Keys of a run that is launched here: which ones, and which part of them each process gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.cli.plan import ProcessSpec
+from services.common.config.recipe import Recipe
+from services.common.security.bundle import CA, VARIABLE
+from services.common.security.identity import Identity, configure
+from services.common.security.roles import Role
+
+KEYS = "keys"  # in the run directory
+RENEWED_WITHIN_S = 14 * 86400.0
+
+_ROLES = {
+    "orchestrator": Role.ORCHESTRATOR,
+    "envgateway": Role.ENVGATEWAY,
+    "inference": Role.INFERENCE,
+    "trainer": Role.TRAINER,
+}
+
+
+def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory of the run's keys: its own, else those that MILLRACE_KEYS names, else its own, made now; None where it needs none."""
+    if recipe.security.tls == "off":
+        return None
+    folder = run_dir / KEYS
+    if (folder / CA).exists():
+        return folder
+    if given := environment.get(VARIABLE):
+        return Path(given).resolve()
+    if not recipe.needs_keys:
+        return None
+    _make_once(recipe, folder)
+    return folder
+
+
+def _make_once(recipe: Recipe, folder: Path) -> None:
+    """Whole or not at all: processes of a split launch may come at once, and the keys of the first one count."""
+    from services.cli.keyring import Keyring  # and cryptography: not for runs without keys
+
+    hosts = [socket.gethostname(), *recipe.hosts.values()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # mode 700
+    try:
+        Keyring.make(
+            partial,
+            str(recipe.run.id),
+            hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
+            client_certificates=recipe.security.client_certificates,
+        )
+        partial.rename(folder)
+    except OSError:
+        if not (folder / CA).exists():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing is there when it was renamed
+
+
+def renew_in_time(keys: Path) -> None:
+    """New certificates and tokens for a run that goes on, when its own would not last ``RENEWED_WITHIN_S`` any more.
+
+    Keys that were copied here can only be renewed where they were made.
+    """
+    from services.cli.keyring import CA_KEY, Keyring
+
+    if not (keys / CA_KEY).exists():
+        return
+    ring = Keyring(keys)
+    if (
+        min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
+        < time.time() + RENEWED_WITHIN_S
+    ):
+        ring.renew()
+
+
+def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
+    """The process with the keys of its role and no others; without keys it sees none."""
+    kind = spec.name.partition("-")[0]
+    value = ""
+    if keys is not None and kind in _ROLES:
+        own = keys / _ROLES[kind].value
+        value = str(own if own.is_dir() else keys)
+    return dataclasses.replace(spec, env={**spec.env, VARIABLE: value})
+
+
+def role_of(process: str) -> Role:
+    """The role of a process by its name in the plan."""
+    return _ROLES[process.partition("-")[0]]
+
+
+def act_as(keys: Path | None, process: str) -> Identity | None:
+    """This command calls others as one of the run's processes, which it is about to start, would."""
+    return configure(role_of(process), environment={VARIABLE: str(keys or "")})
+
+
+def operate(keys: Path | None) -> Identity | None:
+    """This command acts as an operator of the run, or as a viewer where only such keys are there."""
+    return configure(Role.OPERATOR, Role.VIEWER, environment={VARIABLE: str(keys or "")})

@@ -1,0 +1,31 @@
+"""Keeps secrets out of what is written down: run tokens, bearer headers, private keys, passwords in addresses."""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "[hidden]"
+
+# What a text must have to be worth a closer look: most have none of these.
+_HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
+_SECRETS = (
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
+    (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}(?:~[\w-]+)?"), HIDDEN),  # a JWT, and the session that may follow it
+    (re.compile(r"(\b[Bb]earer )[^\s\"'\\,)\]}]+"), rf"\1{HIDDEN}"),
+    (
+        re.compile(
+            r"([\"']?[Aa]uthorization[\"']?\s*[:=,]\s*[\"']?(?:[Bb]asic )?)(?![Bb]earer |[Bb]asic )[^\s\"'\\,)\]}]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@"), rf"\1{HIDDEN}@"),
+)
+
+
+def redacted(text: str) -> str:
+    """The text with ``[hidden]`` in place of every secret that can be told by its form."""
+    if not any(hint in text for hint in _HINTS):
+        return text
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text

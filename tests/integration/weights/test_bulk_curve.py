@@ -1,0 +1,108 @@
+"""In a run with keys the bulk plane is encrypted, with a key that only those who may fetch weights are given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog
+import zmq
+
+from services.cli.keyring import Keyring
+from services.common.errors import PermissionDeniedError
+from services.common.pb import weights_pb2, weights_pb2_grpc
+from services.common.rpc.channel import channel, translated_errors
+from services.common.security import identity
+from services.common.security.roles import Peer, Role
+from services.common.transfer.bulk_curve import KEY_BYTES, new_keys
+from services.common.transfer.bulk_frames import BulkRequest, Operation
+from services.common.transfer.serde_requests import payload_request_to_proto
+from services.common.transfer.source import PayloadRequest
+from services.inference.weights.fetch import fetch
+from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+from tests.keys import as_role, make_keys
+
+SIZE = 3_000_000
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keyring:
+    return make_keys(tmp_path / "keys", RUN)
+
+
+@asynccontextmanager
+async def publishing(keys: Keyring, source: MemorySource) -> AsyncIterator[Sender]:
+    with identity.used(as_role(keys, Role.PUBLISHER)):
+        async with sending(source) as sender:
+            with identity.used(as_role(keys, Role.INFERENCE)):
+                yield sender
+
+
+async def manifest(sender: Sender, role: Role, keys: Keyring) -> weights_pb2.GetManifestResponse:
+    request = payload_request_to_proto(PayloadRequest(run_id=RUN, policy=POLICY, version=1), ["bulk"])
+    with identity.used(as_role(keys, role)):
+        async with channel(sender.address, Peer.WEIGHTS) as connection:
+            with translated_errors("publisher"):
+                return await weights_pb2_grpc.WeightServiceStub(connection).GetManifest(request, timeout=5)
+
+
+async def test_a_replica_fetches_over_the_encrypted_bulk_plane(keys: Keyring) -> None:
+    source = MemorySource(SIZE)
+    async with publishing(keys, source) as sender:
+        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
+    assert fetched.transport == "bulk"
+    assert fetched.data == source.data.data
+
+
+async def test_who_may_not_fetch_weights_gets_neither_ticket_nor_key(keys: Keyring) -> None:
+    async with publishing(keys, MemorySource(SIZE)) as sender:
+        answer = await manifest(sender, Role.INFERENCE, keys)
+        assert len(answer.bulk.server_key) == KEY_BYTES
+        for role in (Role.VIEWER, Role.AGENT, Role.TRAINER):
+            with pytest.raises(PermissionDeniedError):
+                await manifest(sender, role, keys)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "another key"])
+async def test_a_ticket_without_the_right_key_brings_nothing(keys: Keyring, encrypted: bool) -> None:
+    async with publishing(keys, MemorySource(SIZE)) as sender:
+        answer = await manifest(sender, Role.INFERENCE, keys)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
+            thief.linger = 0
+            if encrypted:
+                thief.curve_publickey, thief.curve_secretkey = new_keys()
+                thief.curve_serverkey = new_keys()[0]
+            thief.connect(answer.bulk.endpoint)
+            request = BulkRequest(ticket=answer.bulk.ticket, operation=Operation.GET, offset=0, size_bytes=1000)
+            thief.send(request.encode())
+            assert not await asyncio.to_thread(thief.poll, 1000)
+        assert sender.bulk.num_sessions == 0
+
+
+async def test_a_key_that_is_not_the_sockets_costs_the_bulk_plane_and_not_the_version(keys: Keyring) -> None:
+    source = MemorySource(SIZE)
+    async with publishing(keys, source) as sender:
+        sender.bulk.public_key = new_keys()[0]
+        with structlog.testing.capture_logs() as logs:
+            fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
+    assert fetched.transport == "grpc" and fetched.data == source.data.data
+    assert [each["transport"] for each in logs if each["event"] == "weights.transport_failed"] == ["bulk"]
+
+
+async def test_over_tls_a_bulk_socket_without_a_key_is_not_gone_to(keys: Keyring) -> None:
+    source = MemorySource(SIZE)
+    async with publishing(keys, source) as sender:
+        sender.bulk.public_key = b""
+        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
+    assert fetched.transport == "grpc"
+
+
+async def test_a_bulk_socket_that_listens_everywhere_is_reached_where_its_source_is(keys: Keyring) -> None:
+    source = MemorySource(SIZE)
+    async with publishing(keys, source) as sender:
+        sender.bulk.endpoint = sender.bulk.endpoint.replace("127.0.0.1", "0.0.0.0")
+        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
+    assert fetched.transport == "bulk"
