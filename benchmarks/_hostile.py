@@ -86,7 +86,7 @@ class Hostile:
     def request(self, rpc: Rpc) -> bytes:
         """One request for this method."""
         data = self.message(rpc.request)
-        return data + b"\x07" if rpc.path in self.spared else data  # wire type 7 does not exist
+        return b"\x07" + data if rpc.path in self.spared else data  # wire type 7 does not exist
 
     def message(self, descriptor: Descriptor) -> bytes:
         """One request of this type, or something like one."""

@@ -140,7 +140,7 @@ def prepared(folder: Path, **settings: Any) -> Iterator[Services]:
 
 def _recipe(folder: Path, ports: dict[str, int]) -> dict[str, Any]:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": "1"}) + "\n" for row in range(1000)))
     return {
         "name": "doors",
         "run": {"id": RUN, "steps": 100_000, "seed": 1},
