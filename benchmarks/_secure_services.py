@@ -83,6 +83,8 @@ class Services:
         for process in self.processes.values():
             process.kill()
             process.wait(10)
+            if process.stdin is not None:
+                process.stdin.close()
 
     def _spawn(self, name: str, ports: dict[str, int]) -> None:
         module, *options = _MODULES[name]
