@@ -60,7 +60,7 @@ def run(
     """
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
-    from services.cli.run import headline, prepare, reopen
+    from services.cli.run import headline, prepare, reopen, time_table
     from services.cli.run import run as run_recipe
     from services.common.errors import ConfigError
 
@@ -82,6 +82,7 @@ def run(
     else:
         for key, value in headline(outcome.summary).items():
             console.print(f"  {key:>16}  {value}", highlight=False)
+        console.print(time_table(outcome.summary))
 
 
 @app.command()
@@ -225,14 +226,13 @@ def status(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> N
 @app.command()
 def watch(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
+    from services.cli.follow import follow
     from services.cli.progress_view import ProgressView
     from services.cli.reach import reach
 
     client = reach(address, run)
-    title = client.get_run().run_id
-    with ProgressView(console, title) as view:
-        for progress in client.watch():
-            view.show(progress)
+    with ProgressView(console, client.get_run().run_id) as view:
+        follow(client, view)
 
 
 @app.command()

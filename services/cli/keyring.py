@@ -77,9 +77,12 @@ class Keyring:
             raise ConfigError(
                 f"{folder} already holds keys: renew them with --renew, or name another directory with --output"
             )
+        authority = certificates.make_authority(run, clock())
+        certificates.issue(
+            authority, run, Role.ORCHESTRATOR, hosts, clock(), days
+        )  # refused before anything is written
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        authority = certificates.make_authority(run, clock())
         token_key = certificates.make_key()
         files.write_file(folder / files.CA, authority.certificate)
         files.write_file(folder / CA_KEY, authority.key)

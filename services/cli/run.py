@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 
 from services.cli.errors import Interrupted
 from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
@@ -30,6 +31,7 @@ from services.cli.plan import (
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.cli.signals import StopSignal
+from services.cli.silence import Silence
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
@@ -156,6 +158,7 @@ def _start(
 
 def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:
     client = OrchestratorClient(orchestrator_address(recipe))
+    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
@@ -168,7 +171,11 @@ def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSi
                     progress = client.get_run().progress
                 except InfrastructureError as error:
                     log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
+                    silence.missed()
+                    if finished_at is None and (stall := silence.stall) is not None:
+                        view.silent(stall)
                 else:
+                    silence.answered()
                     view.show(progress)
                     if state_word(progress.state) in ("finished", "stopped"):
                         finished_at = finished_at or time.monotonic()
@@ -221,9 +228,22 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def time_table(summary: dict[str, Any]) -> Table:
+    """Where the time of each component went, with whom it waited for: its three largest activities."""
+    table = Table(box=None, pad_edge=True, header_style="dim", title="where the time went", title_justify="left")
+    for column in ("component", "", "", ""):
+        table.add_column(column)
+    for component, shares in summary.get("time", {}).items():
+        largest = [f"{share:.0%} {what}" for what, share in list(shares.items())[:3] if share >= 0.005]
+        table.add_row(component, *largest, *[""] * (3 - len(largest)))
+    return table
+
+
 def _picture(run_dir: Path) -> Path | None:
     from services.cli.plot import plot_runs
+    from services.cli.plot_time import plot_time
 
+    plot_time(run_dir, run_dir / "time.png")
     return plot_runs([run_dir], run_dir / "run.png")
 
 

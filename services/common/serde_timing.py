@@ -6,7 +6,6 @@ It is for people and decides nothing, so what makes no sense is dropped instead 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 from services.common.pb import trajectory_pb2
 from services.common.serde_time import timestamp_from_proto, timestamp_to_proto
@@ -22,7 +21,19 @@ def timing_to_proto(timing: RolloutTiming) -> trajectory_pb2.RolloutTiming | Non
         sent_at=timestamp_to_proto(timing.sent_at),
         num_sends=timing.num_sends,
         num_retries=timing.num_retries,
-        phases=[trajectory_pb2.RolloutPhase(**asdict(phase)) for phase in timing.phases],
+        phases=[
+            trajectory_pb2.RolloutPhase(
+                what=phase.what,
+                begin_s=phase.begin_s,
+                seconds=phase.seconds,
+                policy=phase.policy,
+                num_tokens=phase.num_tokens,
+                first_version=phase.first_version,
+                last_version=phase.last_version,
+                detail=phase.detail,
+            )
+            for phase in timing.phases
+        ],
     )
 
 

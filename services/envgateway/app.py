@@ -9,12 +9,15 @@ sandbox <- judge <- queue <- tools <- environments <- episodes <- server
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.services import MetricsConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.watchdog import Watchdog
@@ -26,6 +29,7 @@ from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
+from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.interceptor import ClientInterceptor
@@ -52,10 +56,19 @@ class Gateway:
     """One gateway process. The sandbox was started before this module, and with it grpc, was imported."""
 
     def __init__(
-        self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None
+        self,
+        config: EnvGatewayConfig,
+        sandbox: SandboxPool,
+        run_id: str = "",
+        redis_uri: str | None = None,
+        *,
+        metrics: MetricsConfig | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
+        self._metrics = metrics or MetricsConfig()
+        self._run_dir = run_dir
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
         self._rewards = Rewards(self._math, self.queue, config.rewards)
@@ -104,6 +117,7 @@ class Gateway:
         self._watchdog.start()
         self.queue.start()
         port = await self.server.start()
+        await serve_metrics(self.server, self._metrics, METRICS, name="envgateway", run_dir=self._run_dir)
         if self.http is not None:
             await self.http.start()
         if self.task_server is not None:
@@ -169,9 +183,17 @@ def _make_task_server(
     return TaskServer(config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s)
 
 
-async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None) -> None:
+async def serve(
+    config: EnvGatewayConfig,
+    sandbox: SandboxPool,
+    run_id: str = "",
+    redis_uri: str | None = None,
+    *,
+    metrics: MetricsConfig | None = None,
+    run_dir: Path | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT."""
-    gateway = Gateway(config, sandbox, run_id, redis_uri)
+    gateway = Gateway(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=run_dir)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")

@@ -24,6 +24,7 @@ from services.common.hosts import host_of
 from services.common.logs import bind, configure
 from services.common.loopback import is_loopback
 from services.common.pb import pool_pb2_grpc
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.channel import channel
 from services.common.rpc.peer_watch import PeerWatch
 from services.common.rpc.run_client import fetch_run
@@ -37,6 +38,7 @@ from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GATEWAY, GatewayClient
 from services.inference.loading import LoadedPolicy, load_policy
 from services.inference.pool_client import PoolClient, ReplicaIdentity
+from services.inference.prometheus import METRICS
 from services.inference.replica import Replica
 from services.inference.rollout import RolloutPlayer
 from services.inference.trajectory_sender import TrajectorySender
@@ -70,7 +72,8 @@ async def run_replica(
     if run_dir is not None:
         settings = replace(settings, run_dir=run_dir)
     # The orchestrator's own is elsewhere when the replica is far away.
-    configure("inference", settings.run_dir if settings.run_dir.is_dir() else None, f"inference-{replica_id}")
+    here = settings.run_dir if settings.run_dir.is_dir() else None
+    configure("inference", here, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
     workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(
@@ -99,6 +102,7 @@ async def run_replica(
 
         endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
     try:
+        await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=here)
         if endpoint is not None:
             await endpoint.start()
         for policy in config.policies or settings.recipe.policies:
@@ -214,12 +218,29 @@ async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: 
 
 def _gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
     counters = player.counters
+    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
     return {
+        "slots": player.num_slots,
         "free_slots": player.num_free_slots,
         "running_rollouts": player.num_running,
         "unacknowledged_records": sender.num_unacknowledged,
         "trajectories": counters.trajectories,
         "failures": counters.failures,
         "retries": counters.retries,
+        "cancelled": counters.cancelled,
+        "record_streams": sender.num_streams,
+        **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
+        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
+        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
+        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
         **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
+        **{
+            f"weights/{policy}/{k}": v
+            for policy, loaded in policies.items()
+            for k, v in loaded.weights.gauges().items()
+        },
     }
+
+
+def _short(outcome: str) -> str:
+    return outcome.removeprefix("RECORD_OUTCOME_").lower()

@@ -130,7 +130,7 @@ def _load_sglang(
 ) -> LoadedPolicy:
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.sglang.build import build_engine
-    from services.inference.engine.sglang.command import own_gpus
+    from services.inference.engine.sglang.environment import own_gpus
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)

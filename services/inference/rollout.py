@@ -90,7 +90,7 @@ class RolloutPlayer:
         self._gateway = gateway
         self._sink = sink
         self._replica_id = replica_id
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._infra_retries = infra_retries
         self._account = account or TimeAccount(f"replica/{replica_id}", num_lanes=num_slots)
         self._endpoint = endpoint
@@ -143,7 +143,7 @@ class RolloutPlayer:
 
     @property
     def num_free_slots(self) -> int:
-        return max(0, self._num_slots - self.num_running)
+        return max(0, self.num_slots - self.num_running)
 
     @property
     def running_task_group_ids(self) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class Assignment:
     since: float
     pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
     issued: bool = False  # durable: the order may be sent
+    seen: bool = False  # the replica has said that it plays it
+    num_unseen: int = 0  # reports since it was issued that did not
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +67,6 @@ class Replica:
     reported_at: float | None = None
     gauges: Mapping[str, float] = field(default_factory=dict)
     num_reports: int = 0
-    running: frozenset[str] | None = None  # task groups that it says it plays; None before its first report
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
 
@@ -80,6 +81,16 @@ class Replica:
     @property
     def takes_work(self) -> bool:
         return self.mailbox is not None and not self.draining
+
+    def note_running(self, task_group_ids: Iterable[str] | None) -> None:
+        """The task groups that it says it plays; None from one that does not say."""
+        if task_group_ids is None:
+            return
+        said = frozenset(task_group_ids)
+        for name, assignment in self.assignments.items():
+            if assignment.issued:
+                assignment.seen = assignment.seen or name in said
+                assignment.num_unseen += not assignment.seen
 
     def fits(self, num_slots: int) -> bool:
         """A whole task group, or one that is larger than the replica when nothing else runs there."""
@@ -174,7 +185,7 @@ class ReplicaPool:
         replica.held = dict(held)
         replica.gauges = gauges
         replica.num_reports += 1
-        replica.running = None if running is None else frozenset(running)
+        replica.note_running(running)
         replica.accounts, replica.peers = accounts, peers
         self._renew(replica)
         return replica

@@ -24,6 +24,7 @@ class PolicyProgress:
     staleness_max: int
     trainer_state: str
     metrics: Mapping[str, float]
+    quota: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class Progress:
     evaluations: tuple[EvaluationResult, ...]
     counters: Mapping[str, int]
     waits: tuple[str, ...]
+    started_at: float = 0.0
     stalls: tuple[StallProgress, ...] = ()
     accounts: tuple[AccountState, ...] = ()
 
@@ -73,6 +75,7 @@ def progress(ring: Ring) -> Progress:
         evaluations=tuple(ring.evaluations.results.values()),
         counters=dict(ring.counters),
         waits=tuple(waits(ring)),
+        started_at=ring.started_at,
         stalls=tuple(_stall(ring, stall) for stall in ring.stalls),
         accounts=ring.book.totals(),
     )
@@ -113,6 +116,7 @@ def _policy(ring: Ring, policy: str) -> PolicyProgress:
         staleness_max=int(metrics.get("staleness_max", 0)),
         trainer_state=trainer.state if trainer is not None else "absent",
         metrics=metrics,
+        quota=ring.experience.admission.accounts[policy].quota,
     )
 
 

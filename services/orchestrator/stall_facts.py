@@ -11,6 +11,8 @@ from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
 
+UNSEEN_REPORTS = 2  # one may cross the order on its way
+
 
 def facts(ring: Ring, wall: Callable[[], float] = time.time) -> Facts:
     control = ring.control
@@ -67,8 +69,14 @@ def _replica(replica: Replica) -> ReplicaFacts:
         num_reports=replica.num_reports,
         num_running=replica.num_running,
         stream_open=replica.mailbox is not None,
-        orders={name: a.since for name, a in replica.assignments.items() if a.issued},
-        running=replica.running,
+        unseen_orders=tuple(
+            a.since for a in replica.assignments.values() if a.num_unseen >= UNSEEN_REPORTS and not a.seen
+        ),
+        untaken={
+            policy: replica.held[policy].number
+            for policy, (told, _) in replica.announced.items()
+            if policy in replica.held and replica.held[policy].number < told
+        },
         peers=replica.peers,
     )
 

@@ -16,6 +16,7 @@ from services.common.config.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
 from services.common.logs import bind, configure
 from services.common.memory import keep_freed_memory
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.peer_watch import PeerWatch
 from services.common.rpc.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
@@ -23,6 +24,7 @@ from services.common.watchdog import Watchdog
 from services.trainer.config import Settings
 from services.trainer.loop_thread import LoopThread
 from services.trainer.orchestrator_client import OrchestratorClient
+from services.trainer.prometheus import METRICS
 from services.trainer.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
@@ -47,18 +49,17 @@ def run_trainer(settings: Settings) -> None:
     policy = settings.policy
     if policy not in run.recipe.policies:
         raise UnknownPolicyError(f"no policy {policy!r} in this run; --policy is one of {sorted(run.recipe.policies)}")
-    config = run.recipe.policies[policy]
     run_dir = settings.run_dir or run.run_dir
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
     # Before torch: the publisher comes up while it is imported.
-    publisher = _publisher(run.run_id, settings, config, run_dir) if rank == 0 else None
+    publisher = _publisher(run, settings, run_dir) if rank == 0 else None
     try:
         if publisher is not None:
             publisher.start()
         client = thread.call(_connect(settings.orchestrator, run.run_id, policy, num_ranks))
-        server = thread.call(_serve(config, policy, run.run_id, client)) if rank == 0 else None
+        server = thread.call(_serve(run, policy, run_dir, client)) if rank == 0 else None
         try:
             _train(run, policy, run_dir, client, thread, publisher, server)
             _leave_ranks()
@@ -188,9 +189,14 @@ def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
         signal.signal(number, leave)
 
 
-def _publisher(run_id: str, settings: Settings, config: PolicyConfig, run_dir: Path) -> PublisherProcess:
+def _publisher(run: RunSettings, settings: Settings, run_dir: Path) -> PublisherProcess:
     return PublisherProcess(
-        run_id=run_id, policy=settings.policy, config=config.weights, run_dir=run_dir, host=settings.host
+        run_id=run.run_id,
+        policy=settings.policy,
+        config=run.recipe.policies[settings.policy].weights,
+        run_dir=run_dir,
+        host=settings.host,
+        metrics=run.recipe.metrics,
     )
 
 
@@ -198,13 +204,13 @@ async def _connect(address: str, run_id: str, policy: str, num_ranks: int) -> Or
     return OrchestratorClient(address, run_id, policy, num_ranks)  # channels belong to the running loop
 
 
-async def _serve(config: PolicyConfig, policy: str, run_id: str, client: OrchestratorClient) -> Server:
+async def _serve(run: RunSettings, policy: str, run_dir: Path, client: OrchestratorClient) -> Server:
     server = Server(
         service="trainer",
         instance_id=f"trainer-{policy}",
         host="127.0.0.1",
-        port=config.trainer.port,
-        run_id=run_id,
+        port=run.recipe.policies[policy].trainer.port,
+        run_id=run.run_id,
     )
     report = client.report
     steps = ("training_step", "checkpoint_step")
@@ -213,4 +219,5 @@ async def _serve(config: PolicyConfig, policy: str, run_id: str, client: Orchest
     )
     server.set_accounts(lambda: report.accounts())
     await server.start()
+    await serve_metrics(server, run.recipe.metrics, METRICS, name=f"trainer-{policy}", run_dir=run_dir)
     return server

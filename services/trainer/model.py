@@ -34,6 +34,9 @@ class PolicyModel(torch.nn.Module):
         causal_lm.set_attn_implementation(register_attention(attention))
         _disable_dropout(causal_lm)
         self.causal_lm = causal_lm
+        names = set(causal_lm._no_split_modules or ())
+        # The repeated blocks: the unit of sharding and of gradient checkpointing. Found now: sharding renames classes.
+        self.layers: list[torch.nn.Module] = [m for m in causal_lm.modules() if type(m).__name__ in names]
 
     def forward(
         self,
@@ -55,12 +58,6 @@ class PolicyModel(torch.nn.Module):
             temperature,
             self._logprob_chunk_tokens,
         )
-
-    @property
-    def layers(self) -> list[torch.nn.Module]:
-        """The repeated blocks: the unit of sharding and of gradient checkpointing."""
-        names = set(self.causal_lm._no_split_modules or ())
-        return [m for m in self.causal_lm.modules() if type(m).__name__ in names]
 
 
 def build_policy_model(

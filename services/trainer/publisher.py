@@ -20,16 +20,19 @@ import structlog
 
 from services.common.accounts import Activity, TimeAccount
 from services.common.config.policy import WeightsConfig
+from services.common.config.services import MetricsConfig
 from services.common.errors import MillraceError
 from services.common.logs import configure
 from services.common.memory import keep_freed_memory
 from services.common.process import die_with_parent_if_asked
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.roles import Role
 from services.common.transfer.serving import add_weight_service
 from services.common.watchdog import Watchdog
+from services.trainer.prometheus import PUBLISHER_METRICS
 from services.trainer.publisher_store import PublisherStore
 
 log = structlog.get_logger()
@@ -80,6 +83,13 @@ async def _serve(arguments: argparse.Namespace) -> None:
     watchdog = Watchdog()
     watchdog.start()
     await server.start()
+    await serve_metrics(
+        server,
+        arguments.metrics,
+        PUBLISHER_METRICS,
+        name=f"publisher-{arguments.policy}",
+        run_dir=arguments.run_dir,
+    )
     _answer({"address": server.address})
     commands = asyncio.create_task(_obey(store, server), name="publisher.commands")
     try:
@@ -128,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         default=WeightsConfig(),
         metavar="JSON",
         help="the policy's section `weights` of the recipe",
+    )
+    parser.add_argument(
+        "--metrics",
+        type=MetricsConfig.model_validate_json,
+        default=MetricsConfig(),
+        metavar="JSON",
+        help="the section `metrics` of the recipe",
     )
     parser.add_argument("--port", type=int, help="gRPC port instead of the section's; 0 takes a free one")
     parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")

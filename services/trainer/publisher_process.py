@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from services.common.config.policy import WeightsConfig
+from services.common.config.services import MetricsConfig
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.process import DIE_WITH_PARENT
 
@@ -36,11 +37,19 @@ class PublisherProcess:
     """One publisher, restarted on the same address when it dies; it is then told again what it served."""
 
     def __init__(
-        self, *, run_id: str, policy: str, config: WeightsConfig, run_dir: Path | None = None, host: str | None = None
+        self,
+        *,
+        run_id: str,
+        policy: str,
+        config: WeightsConfig,
+        run_dir: Path | None = None,
+        host: str | None = None,
+        metrics: MetricsConfig | None = None,
     ) -> None:
         self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
         self._arguments += [f"--host={host}"] if host is not None else []
         self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
+        self._arguments += [f"--metrics={metrics.model_dump_json()}"] if metrics is not None else []
         self._port = config.port
         self._keep = config.keep_versions
         self._announced: list[Path] = []  # oldest first; what the publisher no longer keeps goes when its file is gone

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from benchmarks._peers import ScriptedTrainer
@@ -69,6 +71,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         },
         workflow={"name": "single_turn", "settings": {"reward": "tests.e2e.test_trace:reward"}},
         sampling={"max_new_tokens": 64},
+        metrics={"enabled": True},
         inference={"a": {"engine": "scripted", "port": 0, "num_slots": 8, "scripted": {"latency_s": 0.4}}},
     )
     replicas: list[Replica] = []
@@ -94,10 +97,31 @@ async def _play(orchestrator: Orchestrator, replicas: list[Replica]) -> None:
             await orchestrator.until(lambda now: now.policies[0].version >= 1)
             await orchestrator.restart()
             await training
+            await _scrape(orchestrator.run_dir)
     finally:
         await trainer.close()
     orchestrator.kill()
     replicas[1].kill()
+
+
+async def _scrape(run_dir: Path) -> None:
+    """Keep what both processes say to Prometheus while they run."""
+    async with aiohttp.ClientSession() as session:
+        for file in (run_dir / "prometheus").glob("*.json"):
+            (target,) = json.loads(file.read_text())
+            if file.stem == "inference-a":  # it was killed, and could not take its entry away
+                continue
+            async with session.get(f"http://{target['targets'][0]}/metrics") as response:
+                (run_dir / f"{file.stem}.scraped").write_text(await response.text())
+
+
+def scraped(run_dir: Path, process: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by name and labels."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families((run_dir / f"{process}.scraped").read_text()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
 
 
 def group_that_is(run_dir: Path, state: str, **more: Any) -> GroupFacts:
@@ -205,3 +229,19 @@ def test_the_command_tells_people_machines_and_draws(run_dir: Path, tmp_path: Pa
 def test_a_lost_replica_is_drawn(run_dir: Path, tmp_path: Path) -> None:
     lost = next(facts for facts in read_groups(run_dir) if len(facts.assignments) > 1 and facts.complete)
     assert draw(read_group(run_dir, lost.task_group_id), tmp_path / "lost.png").stat().st_size > 10_000
+
+
+def test_prometheus_hears_of_every_process_what_it_has_done(run_dir: Path) -> None:
+    orchestrator, replica = scraped(run_dir, "orchestrator"), scraped(run_dir, "inference-b")
+    assert orchestrator["millrace_weight_version"] == {("model0",): NUM_STEPS}
+    assert orchestrator["millrace_leases_lost_total"]["replica",] == 1
+    assert orchestrator["millrace_slots_reissued_total"][()] >= SLOTS
+    assert orchestrator["millrace_rollout_failures_total"]["valueerror",] >= SLOTS
+    assert orchestrator["millrace_sequences_dropped_total"]["filtered_equal_rewards",] >= SLOTS
+    assert replica["millrace_tokens_generated_total"]["model0",] > 0
+    assert replica["millrace_failed_rollouts_total"][()] >= SLOTS
+    assert replica["millrace_records_acknowledged_total"]["accepted",] >= NUM_STEPS * SLOTS
+    for found in (orchestrator, replica):
+        assert "millrace_other" not in found
+        seconds, lanes = found["millrace_activity_seconds_total"], found["millrace_activity_lanes"]
+        assert seconds and lanes

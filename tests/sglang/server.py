@@ -93,6 +93,11 @@ class Server:
             with refusal:
                 return refusal.code, json.load(refusal)
 
+    def get(self, path: str, timeout_s: float = 60.0) -> Any:
+        """The JSON answer."""
+        with urllib.request.urlopen(self.address + path, timeout=timeout_s) as answer:
+            return json.load(answer)
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.address}/health", timeout=5):

@@ -21,7 +21,7 @@ class SglangConfig(Section):
     the sources if it is there, else the service's own."""
     update: Literal["disk", "broadcast"] = "disk"
     """How weights reach the engines: `disk` through a file, in shared memory where there is room; `broadcast` through a
-    gloo group that the service and its engines form."""
+    gloo group that the service and its engines form, on CPUs only."""
     stage_directory: str | None = None
     """Where the file of `disk` lies; left out, /dev/shm if the model fits there, else the run directory."""
     ready_timeout_s: float = Field(default=600.0, gt=0)

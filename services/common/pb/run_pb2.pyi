@@ -144,6 +144,7 @@ class RunProgress(google.protobuf.message.Message):
     EVALUATIONS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    STARTED_AT_FIELD_NUMBER: builtins.int
     STALLS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     state: Global___RunState.ValueType
@@ -175,6 +176,10 @@ class RunProgress(google.protobuf.message.Message):
         """Who waits for whom, for people."""
 
     @property
+    def started_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the run began."""
+
+    @property
     def stalls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stall]:
         """What keeps the run from going on, or will; empty while all is well."""
 
@@ -193,11 +198,12 @@ class RunProgress(google.protobuf.message.Message):
         evaluations: collections.abc.Iterable[Global___EvaluationResult] | None = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         waits: collections.abc.Iterable[builtins.str] | None = ...,
+        started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         stalls: collections.abc.Iterable[Global___Stall] | None = ...,
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["at", b"at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "stalls", b"stalls", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["at", b"at", "started_at", b"started_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
 
 Global___RunProgress: typing_extensions.TypeAlias = RunProgress
 
@@ -275,6 +281,7 @@ class PolicyProgress(google.protobuf.message.Message):
     STALENESS_MAX_FIELD_NUMBER: builtins.int
     TRAINER_STATE_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    QUOTA_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy."""
     version: builtins.int
@@ -291,6 +298,8 @@ class PolicyProgress(google.protobuf.message.Message):
     """Largest staleness in the last batch."""
     trainer_state: builtins.str
     """What its trainer is doing."""
+    quota: builtins.int
+    """Sequences that its staleness quota allows for, those in training included."""
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Metrics of the newest training step."""
@@ -307,8 +316,9 @@ class PolicyProgress(google.protobuf.message.Message):
         staleness_max: builtins.int = ...,
         trainer_state: builtins.str = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        quota: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "num_buffered", b"num_buffered", "num_expected", b"num_expected", "num_steps", b"num_steps", "policy", b"policy", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "trainer_state", b"trainer_state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "num_buffered", b"num_buffered", "num_expected", b"num_expected", "num_steps", b"num_steps", "policy", b"policy", "quota", b"quota", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "trainer_state", b"trainer_state", "version", b"version"]) -> None: ...
 
 Global___PolicyProgress: typing_extensions.TypeAlias = PolicyProgress
 

@@ -19,27 +19,28 @@ from services.common.errors import InvalidRequestError
 from services.common.rpc.interceptors import CallInterceptor, Context, Handler
 from services.common.rpc.limits import Limit, limit_of
 from services.common.rpc.rates import Rates
+from services.common.security.caller import caller
 
 Parse = Callable[[bytes], Any]
-PeerOf = Callable[[Context], str]
 
 
-def connection_of(context: Context) -> str:
-    """The peer as its connection: what is known of one that nobody vouches for."""
-    return str(context.peer())
+def peer_of(context: Context) -> str:
+    """The caller at its host; of one that nobody vouches for, its connection is all that is known."""
+    connection, known = str(context.peer()), caller.get()
+    # By host: the replicas of a run may share keys, and one machine of them shall not use up what another may.
+    return connection if known is None else f"{known.name}@{connection.rpartition(':')[0]}"
 
 
 class RateInterceptor(CallInterceptor):
     """Refuses calls over the limits on calls."""
 
-    def __init__(self, rates: Rates | None = None, peer_of: PeerOf = connection_of) -> None:
+    def __init__(self, rates: Rates | None = None) -> None:
         self._rates = rates or Rates()
-        self._peer_of = peer_of
 
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
         name = method.rpartition("/")[2]
-        with self._rates.call(self._peer_of(context), name, limit_of(name)):
+        with self._rates.call(peer_of(context), name, limit_of(name)):
             yield
 
 

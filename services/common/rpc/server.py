@@ -37,6 +37,7 @@ from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.serde import timestamp_to_proto
 from services.common.serde_accounts import account_to_proto
+from services.common.status import ProcessStatus
 
 log = structlog.get_logger()
 
@@ -79,6 +80,7 @@ class Server:
             interceptors=[
                 ContextInterceptor(),
                 ErrorInterceptor(),
+                *_authentication(self.identity),
                 RateInterceptor(),
                 *_authentication(self.identity),
                 *interceptors,
@@ -121,6 +123,10 @@ class Server:
     def set_accounts(self, accounts: Accounts) -> None:
         """Where this process's time goes, for GetStatus."""
         self._status.accounts = accounts
+
+    def status(self) -> ProcessStatus:
+        """What GetStatus answers, now."""
+        return self._status.now()
 
     def set_run_id(self, run_id: str) -> None:
         check_bind(self.service, self.host, self.identity, run_id)
@@ -209,18 +215,31 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self.labels: Labels = dict
         self.accounts: Accounts = tuple
 
-    async def GetStatus(
-        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.GetStatusResponse:
-        return status_pb2.GetStatusResponse(
+    def now(self) -> ProcessStatus:
+        return ProcessStatus(
             service=self._service,
             instance_id=self._instance_id,
             run_id=self.run_id,
             state=self.state,
-            started_at=timestamp_to_proto(self._started_at),
+            started_at=self._started_at,
             gauges=dict(self.gauges()),
             labels=dict(self.labels()),
-            accounts=[account_to_proto(account) for account in self.accounts()],
+            accounts=tuple(self.accounts()),
+        )
+
+    async def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.GetStatusResponse:
+        now = self.now()
+        return status_pb2.GetStatusResponse(
+            service=now.service,
+            instance_id=now.instance_id,
+            run_id=now.run_id,
+            state=now.state,
+            started_at=timestamp_to_proto(now.started_at),
+            gauges=now.gauges,
+            labels=now.labels,
+            accounts=[account_to_proto(account) for account in now.accounts],
         )
 
 

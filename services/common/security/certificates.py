@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
@@ -24,6 +25,7 @@ BACKDATE_S = 300.0  # for machines whose clocks differ a little
 AUTHORITY_DAYS = 730.0
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?")
 _NAME_LENGTH = 64  # X.520's limit of a common name
 
 
@@ -100,7 +102,7 @@ def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: floa
     if role in PEERS_OF:
         uses.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
         names += [x509.DNSName(peer.dns_name) for peer in PEERS_OF[role]]
-        names += [_general_name(host) for host in dict.fromkeys([*_LOOPBACK, *hosts])]
+        names += [general_name(host) for host in dict.fromkeys([*_LOOPBACK, *hosts])]
     signer_key = _private(authority.key)
     certificate = (
         x509.CertificateBuilder()
@@ -175,16 +177,16 @@ def _moment(seconds: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
 
 
-def _general_name(host: str) -> x509.GeneralName:
+def general_name(host: str) -> x509.GeneralName:
+    """A host as certificates name it. Raises ``ConfigError`` for what is none."""
     bare = host.strip("[]")
     try:
         return x509.IPAddress(ipaddress.ip_address(bare))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(bare)
-    except ValueError:
-        raise ConfigError(f"{host!r} is neither an address nor the name of a host") from None
+    if not _HOST.fullmatch(bare):
+        raise ConfigError(f"{host!r} is neither an address nor the name of a host")
+    return x509.DNSName(bare)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

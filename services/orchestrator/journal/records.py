@@ -208,7 +208,20 @@ def timing_to_json(timing: RolloutTiming) -> Json:
         "sent_at": timing.sent_at,
         "num_sends": timing.num_sends,
         "num_retries": timing.num_retries,
-        "phases": [asdict(phase) for phase in timing.phases],
+        # By name: `asdict` copies everything it meets, which takes ten times as long.
+        "phases": [
+            {
+                "what": phase.what,
+                "begin_s": phase.begin_s,
+                "seconds": phase.seconds,
+                "policy": phase.policy,
+                "num_tokens": phase.num_tokens,
+                "first_version": phase.first_version,
+                "last_version": phase.last_version,
+                "detail": phase.detail,
+            }
+            for phase in timing.phases
+        ],
     }
 
 

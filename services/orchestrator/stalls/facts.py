@@ -20,8 +20,8 @@ class ReplicaFacts:
     num_reports: int = 0
     num_running: int = 0  # slots that it was given
     stream_open: bool = True
-    orders: Mapping[str, float] = field(default_factory=dict)  # issued task groups, when they were given
-    running: frozenset[str] | None = None  # task groups that it says it plays; None before its first report
+    unseen_orders: tuple[float, ...] = ()  # when task groups were given to it that it has never said it plays
+    untaken: Mapping[str, int] = field(default_factory=dict)  # policies of which it was told a newer version: held one
     peers: tuple[PeerState, ...] = ()
 
 

@@ -56,11 +56,12 @@ class Patience:
         due: bool = True,
         unknown_s: float | None = None,
         times: float = 1.0,
+        most_s: float = float("inf"),
     ) -> float | None:
         """Look at a counter; returns since when it stands, if that is longer than normal, else None.
 
         ``due`` is whether it should be growing at all. ``unknown_s``: the limit before anything was learnt. ``times``:
-        more patience than usual.
+        more patience than usual. ``most_s`` bounds what may be learnt.
         """
         pulse = self._pulses.get(key)
         if pulse is None:
@@ -74,7 +75,8 @@ class Patience:
         if not due:
             pulse.since = now
             return None
-        return pulse.since if now - pulse.since > self._limit(pulse, now, unknown_s) * times else None
+        limit = min(most_s, self._limit(pulse, now, unknown_s) * times)
+        return pulse.since if now - pulse.since > limit else None
 
     def holds(self, key: Hashable, condition: bool, now: float, for_s: float) -> float | None:
         """Since when a condition holds, once it has for so long without a break."""

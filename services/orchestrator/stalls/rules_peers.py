@@ -12,6 +12,7 @@ from services.orchestrator.stalls.causes import Cause
 from services.orchestrator.stalls.facts import GATEWAY, Facts, Finding
 from services.orchestrator.stalls.patience import LEAST_S, Patience
 
+REPORT_MOST_S = 15.0  # reports come every two seconds, however long the work takes
 ABSENT_S = 60.0  # processes load models before they join
 SETTLE_S = 4.0  # what a gauge says must hold this long: connections come and go
 
@@ -25,7 +26,7 @@ def silent_peers(facts: Facts, patience: Patience) -> Iterator[Finding]:
             reporters.append((name, trainer.num_reports))
             reporters += [(f"{name}/rank{rank}", count) for rank, count in trainer.rank_reports.items()]
     for component, count in reporters:
-        since = patience.overdue(("report", component), count, facts.now, unknown_s=LEAST_S)
+        since = patience.overdue(("report", component), count, facts.now, unknown_s=LEAST_S, most_s=REPORT_MOST_S)
         if since is not None:
             yield Finding(
                 component=component,

@@ -13,6 +13,7 @@ from services.orchestrator.stalls.graph import WaitGraph
 from services.orchestrator.stalls.patience import LEAST_S, Patience
 
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept
+LAST_RESORT_TIMES = 2.0  # the other rules know better, and get their time
 FAILED_GROUPS = 2  # so many groups' rollouts failed in a row
 
 
@@ -60,10 +61,10 @@ def nothing_goes_on(facts: Facts, patience: Patience) -> Finding | None:
     """No counter of the run grows: follow the longest waits to their end. Only asked when no other rule has an answer."""
     due = not facts.ended and not facts.paused and bool(facts.replicas)
     values = tuple(sorted(facts.progress.items()))
-    since = patience.overdue("run", values, facts.now, due=due)
+    since = patience.overdue("run", values, facts.now, due=due, times=LAST_RESORT_TIMES)
     if since is None:
         return None
-    waiting = [f"trainer/{t.policy}" for t in facts.trainers if t.joined and t.wanted]
+    waiting = [name for t in facts.trainers if t.wanted and (name := f"trainer/{t.policy}") in facts.accounts]
     end = WaitGraph(facts).end_of(next(iter(waiting), ORCHESTRATOR))
     full = end in (*waiting, ORCHESTRATOR) and any(policy.quota_full for policy in facts.policies)
     return Finding(

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 from services.common.accounts import AccountState, ActivityTime
 from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import GATEWAY, ORCHESTRATOR, Facts, Finding
+from services.orchestrator.stalls.facts import GATEWAY, ORCHESTRATOR, Facts, Finding, ReplicaFacts
 from services.orchestrator.stalls.patience import LEAST_S, Patience
 
 COMPUTING = ("training", "replaying")
 GENERATING = "generating"
+UP_TO_DATE = "up to date"
+HEARD_S = 9.0  # without a report: then silence is what is wrong
 CPU_SHARE = 0.2  # of a trainer's main thread, above which it computes, however long a micro-batch takes
 CPU_TIMES = 6.0
 RECORDS_S = 15.0  # before anything was learnt about how soon records are acknowledged
@@ -116,8 +118,8 @@ def _step_overdue(account: AccountState, facts: Facts, patience: Patience) -> fl
 def stuck_waits(facts: Facts, patience: Patience) -> Iterator[Finding]:
     """An activity that something is in, of which none has ended for long: a call of a gateway, a reward, a checkpoint."""
     for account in facts.accounts.values():
-        if account.component.startswith(("publisher/", GATEWAY)):
-            continue  # what they do is seen from those who wait for it
+        if account.component.startswith(("publisher/", GATEWAY, ORCHESTRATOR)):
+            continue  # what they do is seen from those who wait for them
         for activity in account.activities:
             if activity.name in RESTING or activity.name in COMPUTING or activity.name == GENERATING:
                 continue
@@ -125,8 +127,17 @@ def stuck_waits(facts: Facts, patience: Patience) -> Iterator[Finding]:
             patience.allow(key, activity.longest_done_s, facts.now)
             since = patience.overdue(key, activity.num_done, facts.now, due=activity.num_now > 0)
             # What was begun lately may take its time, though none of it has ended for long.
-            if since is not None and activity.longest_now_s > patience.limit(key, facts.now):
+            grace_s = _gateway_grace_s(facts) if activity.on == GATEWAY else 0.0
+            if since is not None and activity.longest_now_s > patience.limit(key, facts.now) + grace_s:
                 yield _stuck(account, activity, facts)
+
+
+def _gateway_grace_s(facts: Facts) -> float:
+    """Longer while it may turn out that the gateway is not there, or its queue: those are told by name."""
+    gateway = facts.peers.get(GATEWAY)
+    if gateway is None or gateway.silent_s > 0.0:
+        return LEAST_S
+    return LEAST_S if "queue_redis_connected" in gateway.gauges else 0.0
 
 
 def _stuck(account: AccountState, activity: ActivityTime, facts: Facts) -> Finding:
@@ -174,20 +185,34 @@ def unacknowledged_records(facts: Facts, patience: Patience) -> Iterator[Finding
 
 
 def lost_orders(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Slots were issued, the replica reports, and neither plays them nor has anything on its way."""
+    """Slots were issued, or a version was announced; the replica reports, and knows nothing of it."""
+    if facts.journal_blocked or facts.journal_oldest_s > LEAST_S / 2:
+        return  # it may have played them, and nothing becomes durable
     for replica in facts.replicas:
-        records = facts.accounts.get(f"{replica.component}/records")
-        sending = records is not None and any(a.on == ORCHESTRATOR for a in records.now())
-        missing = [since for name, since in replica.orders.items() if name not in (replica.running or ())]
-        idle = replica.running is not None and not sending and replica.stream_open
-        since = patience.holds(("orders", replica.component), idle and bool(missing), facts.now, LEAST_S)
-        if since is not None:
-            yield Finding(
-                component=replica.component,
-                cause=Cause.ORDER_LOST,
-                detail=f"{len(missing)} task groups were sent to it {facts.now - min(missing):.0f} s ago and it plays none",
-                since=since,
+        key = ("heard", replica.component)
+        silent = patience.overdue(key, replica.num_reports, facts.now, unknown_s=LEAST_S, most_s=HEARD_S)
+        if not replica.stream_open or silent is not None:
+            continue
+        unseen = replica.unseen_orders
+        if unseen and facts.now - min(unseen) > LEAST_S:
+            yield _lost(replica, f"{len(unseen)} task groups were sent to it", min(unseen), facts.now)
+        for policy, held in replica.untaken.items():
+            account = facts.accounts.get(f"{replica.component}/weights/{policy}")
+            knows = account is None or any(a.name != UP_TO_DATE for a in account.now())
+            taken = patience.overdue(
+                ("taken", replica.component, policy), held, facts.now, due=not knows, most_s=LEAST_S
             )
+            if taken is not None:
+                yield _lost(replica, f"a newer version of {policy} was announced to it", taken, facts.now)
+
+
+def _lost(replica: ReplicaFacts, what: str, since: float, now: float) -> Finding:
+    return Finding(
+        component=replica.component,
+        cause=Cause.ORDER_LOST,
+        detail=f"{what} {now - since:.0f} s ago, and its reports know nothing of it",
+        since=since,
+    )
 
 
 WORK_RULES = (

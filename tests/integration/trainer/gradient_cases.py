@@ -133,6 +133,7 @@ def trained_weights(
         metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
     weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
     assert {p.dtype for p in step.model.parameters()} == {dtype}, "master weights keep their type"
+    assert metrics["tflops"] > 0, "the layers are found, sharded or not"
     skip = ("seconds", "tokens_per_second", "num_micro_batches", "memory_peak_gib", "tflops")
     return (
         {n: w.numpy() for n, w in weights.items() if w is not None},

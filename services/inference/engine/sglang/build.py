@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ from services.common.errors import ConfigError
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.sglang.command import server_commands
 from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.sglang.environment import runs_on_cpu
 from services.inference.engine.sglang.process import ServerProcess
 from services.inference.engine.sglang.server import Server
 from services.inference.engine.sglang.stage import Stage, place_stage, size_of
-from services.inference.engine.sglang.transfer import FromDisk
+from services.inference.engine.sglang.transfer import FromDisk, Transfer
 
 
 def build_engine(
@@ -39,6 +38,8 @@ def build_engine(
     Starts nothing. Raises ``ConfigError`` for settings that cannot work.
     """
     on_cpu = runs_on_cpu(config)
+    if config.sglang.update == "broadcast" and not on_cpu:
+        raise ConfigError("sglang.update: broadcast has been tried on CPUs only; write disk")
     commands = server_commands(
         config,
         name=f"sglang-{name}",
@@ -66,7 +67,7 @@ def build_engine(
     return SglangEngine(
         servers,
         stage,
-        FromDisk(stage),
+        FromDisk(stage) if settings.update == "disk" else _broadcast(stage, settings.tensor_parallel),
         context_length=context_length,
         vocab_size=_vocab_size(model_path),
         kv_policy=kv_policy,
@@ -77,11 +78,10 @@ def build_engine(
     )
 
 
-def runs_on_cpu(config: InferenceConfig) -> bool:
-    """``auto`` asks for NVIDIA's driver, without waking a GPU."""
-    if config.device != "auto":
-        return config.device == "cpu"
-    return not (os.path.exists("/proc/driver/nvidia/gpus") or shutil.which("nvidia-smi"))
+def _broadcast(stage: Stage, num_ranks: int) -> Transfer:
+    from services.inference.engine.sglang.broadcast import ByBroadcast  # needs torch, which `disk` does not
+
+    return ByBroadcast(stage, num_ranks)
 
 
 def _vocab_size(model_path: str) -> int | None:

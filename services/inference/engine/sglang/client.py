@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 
 from services.common.aio import deadline
-from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.types import Sampling
 
 PauseMode = Literal["retract", "in_place"]
@@ -82,6 +82,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """A tensor that is announced: its name, its type as torch names it, its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What a server says of its work."""
 
@@ -125,14 +134,23 @@ class TokenStream:
 
 
 class SglangClient:
-    """One server at ``address`` (``http://host:port``). Every call raises ``InfrastructureError`` when it does not answer."""
+    """One server at ``address`` (``http://host:port``). Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # deadlines stand at the calls
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._streaming: set[aiohttp.ClientResponse] = set()
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
 
     async def close(self) -> None:
+        """Streams that are open break with it."""
+        for response in self._streaming:
+            # Closing the session drops their connections, and leaves whoever reads waiting for ever.
+            response.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
         await self._session.close()
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -171,11 +189,13 @@ class SglangClient:
             )
         except (aiohttp.ClientError, OSError) as error:
             raise InfrastructureError(f"{self.address} does not answer: {error!r}") from error
+        self._streaming.add(response)
         try:
             if response.status >= 400:
                 raise await _refusal(response, "/generate")
             yield TokenStream(response, masked=masked)
         finally:
+            self._streaming.discard(response)
             response.close()
 
     async def abort(self, rid: str) -> None:
@@ -208,6 +228,37 @@ class SglangClient:
         }
         await self._post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
 
+    async def join_group(self, name: str, port: int, num_ranks: int, timeout_s: float) -> None:
+        """Have the server's ranks join a gloo group as 1, 2, ... of ``num_ranks``, by the store at a port of this machine."""
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "group_name": name,
+            "backend": "gloo",
+        }
+        await self._post("/init_weights_update_group", body, timeout_s)
+
+    async def begin_update(self) -> None:
+        """Open the session that updates by a group want; ``Refused`` when one is open."""
+        await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
+
+    async def update_from_group(self, group: str, rows: Sequence[TensorRow], version: int, *, flush: bool) -> None:
+        """Receive these tensors, one broadcast each. ``Refused`` leaves it open whether the weights changed."""
+        body = {
+            "names": [row.name for row in rows],
+            "dtypes": [row.dtype for row in rows],
+            "shapes": [list(row.shape) for row in rows],
+            "group_name": group,
+            "weight_version": str(version),
+            "flush_cache": flush,
+        }
+        await self._post("/update_weights_from_distributed", body, UPDATE_TIMEOUT_S)
+
+    async def end_update(self) -> None:
+        await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
+
     # -- questions ----------------------------------------------------------------------------------------------
 
     async def weight_version(self) -> int | None:
@@ -230,7 +281,7 @@ class SglangClient:
         """Whether it has started and takes requests; False while nobody listens."""
         try:
             await self._get("/ready", QUESTION_TIMEOUT_S)
-        except InfrastructureError:
+        except (InfrastructureError, DeadlineError):
             return False
         return True
 
@@ -238,7 +289,7 @@ class SglangClient:
         """Whether the scheduler gives tokens: it is asked for one when nothing runs. False for a paused server too."""
         try:
             await self._get("/health_generate", timeout_s)
-        except InfrastructureError:
+        except (InfrastructureError, DeadlineError):
             return False
         return True
 

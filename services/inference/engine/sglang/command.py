@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +10,11 @@ from pathlib import Path
 from services.common.config.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.inference.engine.sglang.client import MASKED_TOKENS
+from services.inference.engine.sglang.environment import interpreter
 
-PYTHON = "MILLRACE_SGLANG_PYTHON"
 CONTEXT_MARGIN = 8  # tokens that a server keeps for itself at the end of its context
 CPU_CACHE_TOKENS = 65536  # most tokens of a KV cache in host memory
 _ENGINES = Path(__file__).resolve().parent.parent
-_REPOSITORY = _ENGINES.parents[2]
 _CPU_LAUNCHER = _ENGINES / "sglang_cpu" / "launch.py"
 _CPU_MEMORY_SHARE = 0.1
 _ON_CPU: dict[str, str | int | float | bool] = {
@@ -97,6 +95,8 @@ def server_commands(
     commands = []
     for index in range(number):
         env = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if settings.update == "broadcast":
+            env["GLOO_SOCKET_IFNAME"] = "lo"  # the group that weights come by is this machine's business
         if Path(model_path).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         if gpus:
@@ -105,19 +105,6 @@ def server_commands(
             env |= {"OMP_NUM_THREADS": str(config.threads), "SGLANG_CPU_OMP_THREADS_BIND": _bound(config, index, cores)}
         commands.append(ServerCommand(name=f"{name}-{index}", argv=argv, env=env))
     return commands
-
-
-def interpreter(setting: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter that has SGLang: the setting, the variable, the environment beside the sources, or our own."""
-    beside = _REPOSITORY / ".venv-sglang" / "bin" / "python"
-    return setting or environment.get(PYTHON) or (str(beside) if beside.exists() else sys.executable)
-
-
-def own_gpus(config: InferenceConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs of a service, as CUDA names them; empty when nobody chose any."""
-    if config.gpus:
-        return [str(gpu) for gpu in config.gpus]
-    return [gpu.strip() for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
 
 
 def _plain(key: str) -> str:

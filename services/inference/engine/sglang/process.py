@@ -19,7 +19,7 @@ from services.inference.engine.sglang.command import ServerCommand
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.5
-STOP_GRACE_S = 10.0
+LEFTOVERS_POLL_S, LEFTOVERS_POLLS = 0.05, 60  # for workers to follow their server
 _LAST_LINES = 12
 _TAIL_BYTES = 64 * 1024
 _HINTS = (
@@ -33,8 +33,8 @@ _HINTS = (
     ),
     (
         r"out of memory|OutOfMemoryError|Not enough memory|mem-fraction-static|Cannot allocate memory",
-        "too little memory: lower policies.<name>.model.context_length or sglang.max_running_requests, raise "
-        "sglang.tensor_parallel, or leave the GPU to this engine alone (sglang.memory_share is its share)",
+        "too little memory: raise sglang.memory_share if nobody else uses the GPU, lower it if somebody does, raise "
+        "sglang.tensor_parallel, or lower policies.<name>.model.context_length or sglang.max_running_requests",
     ),
     (
         r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA driver|Invalid GPU id",
@@ -90,7 +90,7 @@ class ServerProcess:
             await self._until_ready(client)
         except BaseException:
             await client.close()
-            await self.stop(grace_s=0.0)
+            await self.stop()
             raise
         return client
 
@@ -104,20 +104,24 @@ class ServerProcess:
         if self._child is not None and self._child.returncode is None:
             _signal_group(self._child.pid, signal.SIGKILL)
 
-    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM, a grace, SIGKILL to the group; nothing of it is left."""
+    async def stop(self) -> None:
+        """End it; nothing of it is left.
+
+        Its workers die with it, and what cleans up after them (semaphores) is given a moment. There is no state to save,
+        and asked politely it waits five seconds.
+        """
         child = self._child
         if child is None:
             return
-        if child.returncode is None and grace_s > 0:
-            _signal_group(child.pid, signal.SIGTERM)
-            try:
-                async with asyncio.timeout(grace_s):
-                    await child.wait()
-            except TimeoutError:
-                log.warning("sglang.killed", server=self.name, grace_s=grace_s)
-        _signal_group(child.pid, signal.SIGKILL)  # also those that outlived it
+        if child.returncode is None:
+            child.kill()
         await child.wait()  # SIGKILL was sent: the kernel ends it
+        for _ in range(LEFTOVERS_POLLS):
+            if not _signal_group(child.pid, 0):
+                return
+            await asyncio.sleep(LEFTOVERS_POLL_S)
+        if _signal_group(child.pid, signal.SIGKILL):
+            log.warning("sglang.killed_workers", server=self.name)
 
     async def _until_ready(self, client: SglangClient) -> None:
         assert self._child is not None
@@ -135,8 +139,7 @@ class ServerProcess:
 
     def _obituary(self, code: int, when: str) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        hint = next((hint for pattern, hint in _HINTS if re.search(pattern, self._output())), "")
-        return f"the SGLang server {self.name} {how}{when}{f': {hint}' if hint else ''}\n{self._last_words()}"
+        return f"the SGLang server {self.name} {how}{when}{_explained(self._output())}\n{self._last_words()}"
 
     def _last_words(self) -> str:
         lines = self._output().strip().splitlines()[-_LAST_LINES:]
@@ -154,6 +157,16 @@ class ServerProcess:
             return ""
 
 
+def _explained(output: str) -> str:
+    """The line that says what was wrong, and what may help; nothing when no hint fits."""
+    lines = output.splitlines()
+    for pattern, hint in _HINTS:
+        found = next((line.strip() for line in reversed(lines) if re.search(pattern, line)), None)
+        if found is not None:
+            return f": {hint}\n  {found[-400:]}"
+    return ""
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,8 +174,10 @@ def _free_port() -> int:
         return port
 
 
-def _signal_group(pid: int, how: signal.Signals) -> None:
+def _signal_group(pid: int, how: int) -> bool:
+    """Whether anybody of the group was there."""
     try:
         os.killpg(pid, how)
     except ProcessLookupError:
-        pass  # nobody of the group is left
+        return False
+    return True

@@ -60,8 +60,6 @@ class MadeUpRun:
                     component="replica/a",
                     num_reports=self.count("replica reports"),
                     num_running=5,
-                    orders={"g": self.now - 1.0},
-                    running=frozenset({"g"}),
                 ),
             ),
             trainers=(TrainerFacts(policy="model0", num_reports=self.count("trainer reports"), state="training"),),

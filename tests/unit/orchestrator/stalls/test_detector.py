@@ -181,7 +181,11 @@ def records_do_not_arrive(run: MadeUpRun) -> None:
 
 
 def order_lost(run: MadeUpRun) -> None:
-    run.set_replica(orders={"g": run.now, "h": run.now}, running=frozenset({"g"}))
+    run.set_replica(unseen_orders=(run.now,))
+
+
+def announcement_lost(run: MadeUpRun) -> None:
+    run.set_replica(untaken={"model0": 3})
 
 
 def all_filtered(run: MadeUpRun) -> None:
@@ -217,6 +221,7 @@ CASES: dict[Callable[[MadeUpRun], None], tuple[str, Cause]] = {
     weights_do_not_come: ("replica/a/weights/model0", Cause.WEIGHTS_NOT_ARRIVING),
     records_do_not_arrive: ("replica/a", Cause.NOT_ACKNOWLEDGED),
     order_lost: ("replica/a", Cause.ORDER_LOST),
+    announcement_lost: ("replica/a", Cause.ORDER_LOST),
     all_filtered: ("workflow", Cause.ALL_FILTERED),
     all_fail: ("rollouts", Cause.ALL_FAIL),
     curated_away: ("dataset", Cause.NOTHING_TO_PLAY),
@@ -348,11 +353,18 @@ def test_a_full_quota_that_makes_no_batch_is_named() -> None:
     run = MadeUpRun()
     run.run(HEALTHY_S)
     run.freeze("records")
-    run.set_replica(num_running=0, orders={})
+    run.set_replica(num_running=0)
     run.set_account(lambda: account("trainer/model0", activity("waiting_for_batch", "orchestrator", age=50.0)))
     run.set_account(lambda: account("replica/a", activity("waiting for task groups", "orchestrator", age=50.0)))
     run.set_policy(quota_full=True, num_kept=3)
     assert run.named_within(30) == {("orchestrator", "quota_full")}
+
+
+def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
+    for held in range(60):
+        run.set_replica(untaken={"model0": held})  # always one behind
+        run.tick()
+        assert not run.stalls
 
 
 def test_one_replica_that_cannot_reach_a_gateway_which_others_reach_is_named_itself(run: MadeUpRun) -> None:

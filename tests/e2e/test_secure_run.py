@@ -1,0 +1,69 @@
+"""A whole run over TLS: ``millrace run`` makes the keys, every process has its own, and outsiders get nowhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.common.security.bundle import VARIABLE, load
+from tests.e2e.conftest import REPOSITORY, Run
+from tests.keys import make_keys
+
+pytestmark = pytest.mark.slow
+
+
+def millrace(*arguments: object, keys: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of a command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env={**os.environ, VARIABLE: str(keys or "")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else(
+    start_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start_run("secure", "run.steps=1000", "security.tls=on", "evaluation.at_start=false")
+    run.wait_for(run.steps, "the first training step")
+    address = ("--orchestrator", run.address_of("orchestrator"))
+    assert millrace("status", "--run", run.directory)[0] == 0
+    assert millrace("status", *address, keys=run.directory / "keys" / "viewer")[0] == 0
+    refused = {
+        "stop": millrace("stop", *address, keys=run.directory / "keys" / "viewer"),
+        "without keys": millrace("status", *address),
+        "another run's": millrace("status", *address, keys=make_keys(tmp_path / "other").folder),
+    }
+    assert all(code == 2 for code, _ in refused.values()), refused
+    assert "role viewer may not call" in refused["stop"][1]
+    assert "speaks TLS, and this process has no keys" in refused["without keys"][1]
+    assert "did not sign" in refused["another run's"][1]
+    run.kill("inference-a")  # it comes back with its keys
+    step = run.steps()
+    run.wait_for(lambda: run.steps() > step + 3, "steps after the replica was killed")
+    assert millrace("stop", "--run", run.directory)[0] == 0
+    run.finish()
+    assert_no_secret_is_outside(run.directory)
+
+
+def assert_no_secret_is_outside(run_dir: Path) -> None:
+    bundles = [load(path.parent) for path in (run_dir / "keys").rglob("cert.pem")]
+    assert len(bundles) >= 9
+    secrets = [secret for b in bundles for secret in (b.token.encode(), b.key.splitlines()[1])]
+    for path in run_dir.rglob("*"):
+        if (
+            path.is_file()
+            and run_dir / "keys" not in path.parents
+            and path.suffix in (".json", ".jsonl", ".yaml", ".stderr")
+        ):
+            written = path.read_bytes()
+            assert not any(secret in written for secret in secrets), path

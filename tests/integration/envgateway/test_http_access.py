@@ -1,0 +1,129 @@
+"""The HTTP interface in a run with keys: every route is for those who may use it, over TLS, and keys may be renewed."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from services.cli.keyring import Keyring
+from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
+from services.common.errors import ConfigError
+from services.common.security import identity
+from services.common.security.identity import Identity
+from services.common.security.roles import Role
+from services.common.security.tls import client_context
+from services.envgateway.app import Gateway
+from services.envgateway.sandbox.pool import SandboxPool
+from tests.keys import as_role, make_keys
+
+from .conftest import CONFIG
+
+GATEWAY = EnvGatewayConfig(port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1), http=HttpConfig(port=0))
+PROGRAM = {"type": "python", "solution": "print(1)"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keyring:
+    return make_keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def who(keys: Keyring) -> Identity:
+    return as_role(keys, Role.ENVGATEWAY)
+
+
+@pytest.fixture
+async def url(who: Identity) -> AsyncIterator[str]:
+    pool = SandboxPool.start_before_threads(CONFIG)
+    with identity.used(who):
+        gateway = Gateway(GATEWAY, pool)
+    await gateway.start()
+    assert gateway.http is not None
+    yield f"https://127.0.0.1:{gateway.http.port}"
+    await gateway.stop()
+
+
+async def ask(url: str, path: str, context: ssl.SSLContext, token: str | None = None) -> tuple[int, object]:
+    """Status, and what was answered."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(ssl=context)) as http:
+        call = http.post(path, json=PROGRAM) if path == "/run" else http.request(*route(path))
+        async with call as answer:
+            return answer.status, await answer.json()
+
+
+def shown(url: str) -> str:
+    """The certificate that answers, PEM."""
+    return ssl.get_server_certificate(("127.0.0.1", int(url.rpartition(":")[2])))
+
+
+def route(path: str) -> tuple[str, str]:
+    return ("GET" if path in ("/ping", "/status", "/nothing") else "POST"), path
+
+
+def trusting(keys: Keyring) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(keys.folder / "ca.pem"))
+
+
+async def test_a_program_is_run_for_who_has_a_token_or_a_certificate(url: str, keys: Keyring) -> None:
+    for role in (Role.CLIENT, Role.OPERATOR):
+        status, answer = await ask(url, "/run", trusting(keys), keys.token(role, 1))
+        assert (status, answer["stdout"]) == (200, "1\n")  # type: ignore[index]
+    status, _ = await ask(url, "/run", client_context(as_role(keys, Role.CLIENT)))
+    assert status == 200
+
+
+ROUTES = ["/ping", "/status", "/nothing"] + [
+    f"/{a}{b}" for a in ("run", "judge") for b in ("", "/batch", "/long-batch")
+]
+
+
+async def test_every_route_refuses_everybody_else(url: str, keys: Keyring, tmp_path: Path) -> None:
+    other = make_keys(tmp_path / "other", "r2")
+    old = Keyring(keys.folder, clock=lambda: time.time() - 10 * 86400)
+    cases = {
+        None: 401,
+        "nonsense": 401,
+        other.token(Role.CLIENT, 1): 401,
+        old.token(Role.CLIENT, 1): 401,
+        keys.token(Role.AGENT, 1): 403,
+        keys.token(Role.VIEWER, 1): 403,
+        keys.token(Role.TRAINER, 1): 403,
+    }
+    for path in ROUTES:
+        for token, expected in cases.items():
+            status, answer = await ask(url, path, trusting(keys), token)
+            assert status == expected, path
+            assert isinstance(answer, dict) and answer["detail"]
+            assert token is None or token[-20:] not in str(answer)
+
+
+async def test_a_renewed_certificate_is_shown_at_the_next_handshake(url: str, keys: Keyring, who: Identity) -> None:
+    before = await asyncio.to_thread(shown, url)
+    keys.renew()
+    who.refresh()
+    assert await asyncio.to_thread(shown, url) == (keys.folder / "envgateway" / "cert.pem").read_text() != before
+    status, _ = await ask(url, "/ping", trusting(keys), keys.token(Role.CLIENT, 1))
+    assert status == 200
+
+
+async def test_a_certificate_of_another_run_ends_the_handshake(url: str, keys: Keyring, tmp_path: Path) -> None:
+    stranger = client_context(as_role(make_keys(tmp_path / "other"), Role.CLIENT))
+    stranger.load_verify_locations(cafile=str(keys.folder / "ca.pem"))
+    with pytest.raises(aiohttp.ClientError):
+        await ask(url, "/ping", stranger)
+
+
+async def test_without_keys_no_http_leaves_loopback() -> None:
+    pool = SandboxPool.start_before_threads(CONFIG)
+    try:
+        with pytest.raises(ConfigError, match="without keys"):
+            Gateway(GATEWAY.model_copy(update={"host": "0.0.0.0"}), pool)
+    finally:
+        await pool.close()

@@ -1,0 +1,71 @@
+"""A program that the policy wrote finds no keys: neither where they are, nor what is in them.
+
+At tier 0 programs are limited, but not isolated from the gateway: there only the variable is kept from them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.common.security import identity
+from services.common.security.bundle import VARIABLE
+from services.common.security.roles import Role
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+from tests.keys import make_keys
+
+from .conftest import CONFIG
+
+LOOK = """
+import os, sys
+print(sorted(os.environ))
+for root, folders, files in os.walk({folder!r}, onerror=lambda error: print("closed", type(error).__name__)):
+    print("seen", files)
+for name in {files!r}:
+    try:
+        print("read", open(name, "rb").read())
+    except OSError as error:
+        print("refused", type(error).__name__)
+for pid in [{gateway}, os.getppid(), "self"]:
+    try:
+        print("environment", open(f"/proc/{{pid}}/environ", "rb").read())
+    except OSError as error:
+        print("refused", type(error).__name__)
+"""
+
+
+async def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, list[str]]:
+    """The tier, what a program that looked for the keys wrote, and the secrets."""
+    import os
+
+    keys = make_keys(tmp_path / "keys")
+    monkeypatch.setenv(VARIABLE, str(keys.folder))
+    pool = SandboxPool.start_before_threads(CONFIG)
+    who = identity.load(keys.folder, Role.ENVGATEWAY)
+    try:
+        files = [str(path) for path in keys.folder.rglob("*") if path.is_file()]
+        code = LOOK.format(folder=str(keys.folder), files=files, gateway=os.getpid())
+        result = await pool.run(ExecutionRequest(code=code))
+    finally:
+        await pool.close()
+    assert result.status is ExecutionStatus.OK, result.stderr
+    secrets = [who.bundle.token[-40:], who.bundle.key.decode().splitlines()[1]]
+    return pool.tier, result.stdout.decode(), secrets
+
+
+async def test_no_program_is_told_where_keys_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, said, _ = await looked(tmp_path, monkeypatch)
+    assert VARIABLE not in said.splitlines()[0]
+    if tier != "0":
+        assert VARIABLE not in said
+
+
+async def test_an_isolated_program_reads_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, said, secrets = await looked(tmp_path, monkeypatch)
+    if tier == "0":
+        pytest.skip("the sandbox runs at tier 0 here, which does not isolate programs from the gateway's files")
+    assert "read " not in said and "seen " not in said
+    assert said.count("refused") >= 20
+    assert not any(secret in said for secret in secrets)

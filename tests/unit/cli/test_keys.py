@@ -1,0 +1,131 @@
+"""``millrace keys``: what is made, who may read it, and that nothing is lost or shown by accident."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from cryptography import x509
+from typer.testing import CliRunner
+
+from services.cli.__main__ import app
+from services.cli.keyring import Keyring
+from services.common.errors import ConfigError
+from services.common.security.certificates import holder_of
+from services.common.security.roles import Role
+from services.common.security.tokens import check, read
+from tests.keys import make_keys
+
+RECIPE = "recipes/quickstart"
+
+
+def keys(*arguments: object, fails: bool = False) -> Result:
+    result = CliRunner().invoke(app, ["keys", *map(str, arguments)])
+    if fails:
+        assert result.exception is not None
+    else:
+        assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_recipe_gets_one_bundle_for_every_role(tmp_path: Path) -> None:
+    keys(RECIPE, "-o", tmp_path / "k", "--host", "node7", "--host", "10.0.0.7", "--days", 3)
+    found = {str(e.folder.relative_to(tmp_path / "k")): e for e in Keyring(tmp_path / "k").entries()}
+    assert set(found) == {
+        "orchestrator", "envgateway", "inference", "inference/agent", "trainer", "trainer/publisher", "operator", "viewer",
+        "agent", "client",
+    }  # fmt: skip
+    for entry in found.values():
+        assert entry.run == "quickstart"
+        for ends_at in (entry.certificate_ends_at, entry.token_ends_at):
+            assert abs(ends_at - time.time() - 3 * 86400) < 60
+    pem = (tmp_path / "k" / "orchestrator" / "cert.pem").read_bytes()
+    names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"node7", "localhost", "orchestrator.millrace.internal"} <= set(names.get_values_for_type(x509.DNSName))
+    assert "10.0.0.7" in {str(each) for each in names.get_values_for_type(x509.IPAddress)}
+
+
+def test_nobody_but_the_owner_reads_any_of_it(tmp_path: Path) -> None:
+    make_keys(tmp_path / "k")
+    for path in [tmp_path / "k", *(tmp_path / "k").rglob("*")]:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_no_bundle_can_make_an_identity(tmp_path: Path) -> None:
+    """The authority's key and the tokens' stay at the top."""
+    ring = make_keys(tmp_path / "k")
+    secrets = [(ring.folder / name).read_bytes() for name in ("ca.key", "token.key")]
+    for path in ring.folder.rglob("*"):
+        if path.is_file() and path.parent != ring.folder:
+            assert all(secret not in path.read_bytes() for secret in secrets)
+    certificate = x509.load_pem_x509_certificate((ring.folder / "trainer" / "cert.pem").read_bytes())
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_roles_that_serve_nothing_cannot_answer_as_a_service(tmp_path: Path) -> None:
+    ring = make_keys(tmp_path / "k")
+    for name in ("operator", "viewer", "agent", "client"):
+        certificate = x509.load_pem_x509_certificate((ring.folder / name / "cert.pem").read_bytes())
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert x509.ExtendedKeyUsageOID.SERVER_AUTH not in uses
+
+
+def test_keys_are_never_overwritten_and_renewing_keeps_the_authority(tmp_path: Path) -> None:
+    folder = tmp_path / "k"
+    keys(RECIPE, "-o", folder)
+    authority, old = (folder / "ca.pem").read_bytes(), (folder / "viewer" / "cert.pem").read_bytes()
+    assert isinstance(keys(RECIPE, "-o", folder, fails=True).exception, ConfigError)
+    assert (folder / "viewer" / "cert.pem").read_bytes() == old
+    keys(RECIPE, "-o", folder, "--renew", "--days", 60, "--host", "node9")
+    assert (folder / "ca.pem").read_bytes() == authority
+    new = (folder / "viewer" / "cert.pem").read_bytes()
+    assert holder_of(new).ends_at > holder_of(old).ends_at + 25 * 86400
+    assert Keyring(folder).hosts == ["node9"]
+
+
+def test_another_runs_keys_are_not_renewed_as_this_ones(tmp_path: Path) -> None:
+    make_keys(tmp_path / "k", "another")
+    failure = keys(RECIPE, "-o", tmp_path / "k", "--renew", fails=True).exception
+    assert isinstance(failure, ConfigError)
+    assert "another" in str(failure)
+
+
+def test_show_says_who_and_until_when_of_a_whole_ring_or_a_copied_bundle_and_prints_no_secret(tmp_path: Path) -> None:
+    ring = make_keys(tmp_path / "k")
+    for folder in (ring.folder, ring.folder / "trainer"):
+        shown = keys("show", folder).output
+        assert "trainer" in shown and "UTC" in shown and "r1" in shown
+        assert "eyJ" not in shown and "PRIVATE" not in shown
+    Keyring(ring.folder, clock=lambda: time.time() - 40 * 86400).renew(days=1)
+    assert "expired" in keys("show", ring.folder).output
+
+
+def test_a_token_more_is_of_the_role_and_the_hours_asked_for(tmp_path: Path) -> None:
+    ring = make_keys(tmp_path / "k")
+    token = keys("token", ring.folder, "--role", "agent", "--hours", 2).output.strip()
+    claims = check(token, (ring.folder / "token.pub").read_bytes(), "r1", time.time())
+    assert claims.role is Role.AGENT
+    assert abs(claims.ends_at - time.time() - 7200) < 60
+    assert read(token).token_id != read(keys("token", ring.folder, "--role", "agent").output.strip()).token_id
+
+
+def test_a_bundle_that_was_copied_makes_no_token(tmp_path: Path) -> None:
+    ring = make_keys(tmp_path / "k")
+    failure = keys("token", ring.folder / "operator", fails=True).exception
+    assert isinstance(failure, ConfigError)
+
+
+def test_certificates_do_not_outlive_their_authority(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="outlive the authority"):
+        make_keys(tmp_path / "k", days=10_000)
+
+
+@pytest.mark.parametrize("host", ["nödé", "a b", ""])
+def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="neither an address nor"):
+        make_keys(tmp_path / "k", hosts=[host])
+    assert not (tmp_path / "k").exists()
