@@ -4,7 +4,8 @@ The real orchestrator, a real inference service with the scripted engine (so tha
 model), real gRPC, every record journaled; a scripted trainer pulls batches of 256 and publishes at once. *With*:
 `rollout.timing` as it is by default, several phases for each rollout. *Without*: `rollout.timing=false`. Interleaved, from
 the second batch on. Also processor time of orchestrator and replica per sequence, which tells more than throughput does on
-a machine that others use, too; bytes of journal per sequence; and microseconds per phase of a rollout's clock.
+a machine that others use, too; bytes of journal per sequence; microseconds per phase of a rollout's clock; and microseconds
+that one record takes from its rollout's clock over the wire into the journal's line, alone in this process (best of many).
 
 Two workloads: `at once` (the engine answers at once: the worst case, all that is done is bookkeeping) and `paced` (each
 request takes as long as 200 tokens at 400 per second: where rollouts wait for tokens, as they do).
@@ -24,12 +25,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
 from _peers import ScriptedTrainer
 from _processes import free_port, kill, orchestrator, spawn
 from _report import median_and_spread, report
 
 from services.common.config.loading import save_resolved, validate
+from services.common.pb import trajectory_pb2
+from services.common.serde import trajectory_from_proto, trajectory_to_proto
+from services.common.types import Segment, Sequence, StopReason, Trajectory
 from services.inference.timing import RolloutClock
+from services.orchestrator.journal.records import trajectory_to_json
 
 GROUP_SIZE = 8
 BATCH = 256
@@ -82,6 +89,8 @@ def main() -> None:
         journal_bytes_with=median_and_spread(sizes[True])[0],
         journal_bytes_without=median_and_spread(sizes[False])[0],
         phase_us=_phase_us(),
+        record_us_with=_record_us(True),
+        record_us_without=_record_us(False),
         repeats=repeats,
         seconds=seconds,
     )
@@ -102,6 +111,32 @@ def _phase_us() -> float:
             with clock.phase("step") as phase:
                 phase.detail = "turn 1, reward 0"
         best = min(best, (time.perf_counter() - begin) / number)
+    return best * 1e6
+
+
+def _record_us(timing: bool) -> float:
+    """One single-turn record of 200 tokens: clock, to the wire, from the wire, to a line of the journal."""
+    random = np.random.default_rng(7)
+    said = Segment.policy(random.integers(0, 50_000, NUM_TOKENS), -random.random(NUM_TOKENS), 3)
+    sequence = Sequence(policy="model0", segments=(said,), reward=1.0, stop_reason=StopReason.STOP)
+
+    def once() -> None:
+        clock = RolloutClock(time.time(), enabled=timing)
+        with clock.phase("generate", "model0") as phase:
+            phase.segments = (said,)
+        made = Trajectory(
+            task_group_id="abc123-00000001", index=0, sequences=(sequence,), reward=1.0, timing=clock.timing()
+        )
+        wire = trajectory_to_proto(made).SerializeToString()
+        read = trajectory_from_proto(trajectory_pb2.Trajectory.FromString(wire))
+        orjson.dumps(trajectory_to_json(read), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    number, best = 500, float("inf")
+    for _ in range(20):
+        begin = time.process_time()
+        for _ in range(number):
+            once()
+        best = min(best, (time.process_time() - begin) / number)
     return best * 1e6
 
 
