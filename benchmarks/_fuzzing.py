@@ -28,7 +28,18 @@ _SHORT_S = {
 }  # streams and waits that do not end
 _CALL_S = 20.0
 
-Connect = Callable[[], grpc.aio.Channel]
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A connection and what is shown on it, by the path of the RPC."""
+
+    channel: grpc.aio.Channel
+    metadata: Callable[[str], Metadata] = lambda path: ()
+
+
+Connect = Callable[[], Line]
 
 
 @dataclass(slots=True)
@@ -61,19 +72,19 @@ async def fuzz(
     rng = random.Random(seed)
 
     async def work() -> None:
-        channel = connect()
+        line = connect()
         try:
             for number in numbers:
                 rpc = rpcs[number % len(rpcs)]
-                requests = [hostile.message(rpc.request) for _ in range(rng.randint(1, 4) if rpc.streams_in else 1)]
+                requests = [hostile.request(rpc) for _ in range(rng.randint(1, 4) if rpc.streams_in else 1)]
                 outcome.sent += len(requests)
-                code, told = await call(channel, rpc, requests)
+                code, told = await call(line, rpc, requests)
                 outcome.count(rpc, code, told, requests[-1])
                 if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "often" in told:
-                    await channel.close()
-                    channel = connect()
+                    await line.channel.close()
+                    line = connect()
         finally:
-            await channel.close()
+            await line.channel.close()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):
@@ -81,16 +92,16 @@ async def fuzz(
     return outcome
 
 
-async def call(channel: grpc.aio.Channel, rpc: Rpc, requests: Sequence[bytes]) -> tuple[grpc.StatusCode, str]:
+async def call(line: Line, rpc: Rpc, requests: Sequence[bytes]) -> tuple[grpc.StatusCode, str]:
     """Send, read what comes, and tell how it ended."""
-    timeout = _SHORT_S.get(rpc.name, _CALL_S)
+    channel, options = line.channel, {"metadata": line.metadata(rpc.path), "timeout": _SHORT_S.get(rpc.name, _CALL_S)}
     try:
         if rpc.streams_in:
             make = channel.stream_stream if rpc.streams_out else channel.stream_unary
-            answers = make(rpc.path)(_sent(requests), timeout=timeout)
+            answers = make(rpc.path)(_sent(requests), **options)
         else:
             make = channel.unary_stream if rpc.streams_out else channel.unary_unary
-            answers = make(rpc.path)(requests[0], timeout=timeout)
+            answers = make(rpc.path)(requests[0], **options)
         if not rpc.streams_out:
             await answers
             return grpc.StatusCode.OK, ""

@@ -77,10 +77,16 @@ class Hostile:
     seed: int
     known: Mapping[str, Sequence[str]] = field(default_factory=dict)
     most_bytes: int = 1 << 20
+    spared: frozenset[str] = frozenset()  # paths that get only what cannot be parsed
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+
+    def request(self, rpc: Rpc) -> bytes:
+        """One request for this method."""
+        data = self.message(rpc.request)
+        return b"\x07" + data if rpc.path in self.spared else data  # wire type 7 does not exist
 
     def message(self, descriptor: Descriptor) -> bytes:
         """One request of this type, or something like one."""
