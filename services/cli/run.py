@@ -30,6 +30,7 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 FINISH_TIMEOUT_S = 60.0
+KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
     """
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
-    if keys is not None:
-        renew_in_time(keys)
+    renew_in_time(keys)
     operate(keys)
     begun = time.monotonic()
     stop = StopSignal()
@@ -88,7 +88,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
         _start(recipe, run_dir, processes, console, stop, keys)
         for line in elsewhere:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-        _follow(recipe, processes, console, stop)
+        _follow(recipe, processes, console, stop, keys)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
     finally:
@@ -129,13 +129,21 @@ def _start(
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in specs)}")
 
 
-def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:
-    client = OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
+def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal, keys: Path | None) -> None:
+    address = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
+    client = OrchestratorClient(address)
+    keys_looked_at = time.monotonic()
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
                 stop.check()
+                if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
+                    keys_looked_at = time.monotonic()
+                    if renew_in_time(keys):  # processes take new keys up by themselves, and so does this one
+                        operate(keys)
+                        client.close()
+                        client = OrchestratorClient(address)
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told

@@ -6,7 +6,7 @@ import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from services.common.errors import PermissionDeniedError, UnauthenticatedError
+from services.common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from services.common.security import certificates, tokens
 from services.common.security.identity import Identity
 from services.common.security.permissions import allowed
@@ -77,7 +77,10 @@ class Gatekeeper:
         key = b"c" + digest
         found = self._known_as(key)
         if found is None:
-            holder = certificates.holder_of(certificate)
+            try:
+                holder = certificates.holder_of(certificate)
+            except ConfigError as error:
+                raise UnauthenticatedError(error.message, why="malformed") from None
             if holder.run != self._identity.run:
                 raise UnauthenticatedError(
                     f"the certificate is of another run ({holder.run!r}); this is run {self._identity.run!r}", why="run"
