@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 STAMP := $(VENV)/.installed-dev
+SGLANG := .venv-sglang
+SGLANG_CPU := services/inference/engine/sglang_cpu
 # One OpenMP thread per process: several small processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
@@ -37,17 +39,27 @@ run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
 test: $(STAMP) ## set up and run every test
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes' -n 2
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 2
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
 
 test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
 	$(BIN)/python -m pytest -q -m recipes
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
+
+sglang-env: $(SGLANG)/.installed ## make .venv-sglang: the true SGLang server on a CPU
+
+$(SGLANG)/.installed: $(SGLANG_CPU)/requirements.txt
+	$(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+test-sglang: $(STAMP) ## the tests that need the true SGLang server, on a CPU
+	@tests/sglang/stage.sh $(BIN)/python $(SGLANG)
 
 lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/ruff check .
@@ -68,7 +80,7 @@ protos: $(STAMP) ## compile the protos into services/common/pb
 bench: $(STAMP) ## run every benchmark briefly
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
 
-clean: ## remove the virtual environment, caches and runs
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean: ## remove the virtual environments, caches and runs
+	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install quickstart run test test-fast test-gpu lint format protos bench clean
+.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench clean

@@ -32,6 +32,7 @@ import structlog
 from _report import median_and_spread, report
 from openai import AsyncOpenAI
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.config.services import EndpointConfig
 from services.common.models import load_model, load_tokenizer, named_weights
@@ -43,7 +44,6 @@ from services.inference.endpoint.server import SESSION_HEADER, EndpointServer, S
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
 from services.inference.engine.torch_engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.workflows.captured import CapturedSession
 
@@ -145,7 +145,7 @@ async def _conversations(folder: Path, count: int) -> dict[str, int]:
 
 
 def _session(policy: ServedPolicy, name: str, seed: int) -> CapturedSession:
-    client = RolloutPolicy(policy, request_prefix=name, seed=seed * 1000, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix=name, seed=seed * 1000, account=TimeAccount("replica/a"))
     return CapturedSession({POLICY: client}, Sampling(max_new_tokens=NEW_TOKENS))
 
 

@@ -39,3 +39,12 @@ def data_root() -> Path:
 def repository() -> Path:
     """The root of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> str:
+    """The interpreter that has SGLang; engines find it by the variable themselves."""
+    python = os.environ.get("MILLRACE_SGLANG_PYTHON")
+    if not python:
+        pytest.skip("MILLRACE_SGLANG_PYTHON names no interpreter that has SGLang: make test-sglang")
+    return python

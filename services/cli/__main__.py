@@ -59,9 +59,8 @@ def run(
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
     from services.cli.launch_checks import check_launch
-    from services.cli.nodes import commands_for_other_nodes
     from services.cli.profiles import load_with_profile
-    from services.cli.run import headline, prepare, reopen
+    from services.cli.run import headline, prepare, reopen, time_table
     from services.cli.run import run as run_recipe
     from services.common.errors import ConfigError
 
@@ -69,14 +68,12 @@ def run(
         raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
     if resume is not None:
         resolved, run_dir = reopen(resume)
-        elsewhere = commands_for_other_nodes(resolved, run_dir / "recipe.yaml", ())
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
-        elsewhere = commands_for_other_nodes(resolved, Path(str(recipe)), set_ or ())
     console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
-    outcome = run_recipe(resolved, run_dir, console, elsewhere)
+    outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
@@ -85,6 +82,7 @@ def run(
     else:
         for key, value in headline(outcome.summary).items():
             console.print(f"  {key:>16}  {value}", highlight=False)
+        console.print(time_table(outcome.summary))
 
 
 @app.command()
@@ -159,14 +157,13 @@ def resolve(
     profile: ProfileOption = None,
 ) -> None:
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
+    from services.cli.plan import orchestrator_address
     from services.cli.profiles import load_with_profile
     from services.cli.run import prepare
 
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
     resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
-    console.print(
-        f"{directory}: orchestrator at 127.0.0.1:{resolved.orchestrator.port}", highlight=False, soft_wrap=True
-    )
+    console.print(f"{directory}: orchestrator at {orchestrator_address(resolved)}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -189,7 +186,8 @@ def start(
     """Start one process of a recipe and stay until it ends: for split launches, and for other nodes.
 
     Start them in any order, and again after whatever ended them: the run goes on. On another node, set
-    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, which is then reached through ssh.
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and MILLRACE_KEYS to the keys that were copied from there;
+    `millrace run`, or the start of the orchestrator, prints the whole command.
     """
     from services.cli.profiles import load_with_profile
     from services.cli.start import start as start_process
@@ -228,14 +226,13 @@ def status(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> N
 @app.command()
 def watch(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
+    from services.cli.follow import follow
     from services.cli.progress_view import ProgressView
     from services.cli.reach import reach
 
     client = reach(address, run)
-    title = client.get_run().run_id
-    with ProgressView(console, title) as view:
-        for progress in client.watch():
-            view.show(progress)
+    with ProgressView(console, client.get_run().run_id) as view:
+        follow(client, view)
 
 
 @app.command()
@@ -318,6 +315,36 @@ def weights(
         picture = plot_transfers(rows, output)
         if not as_json:
             console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def trace(
+    run: RunArgument,
+    group: Annotated[str | None, typer.Argument(help="A task group, as --list shows them.")] = None,
+    phases: Annotated[bool, typer.Option("--phases", help="Also every phase of every rollout.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it into this PNG.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List task groups instead, the newest last.")] = False,
+    order: Annotated[Literal["newest", "slowest"], typer.Option("--sort", help="The order of --list.")] = "newest",
+    state: Annotated[
+        str | None, typer.Option("--status", help="Of --list, only these, e.g. trained, filtered, failed, running.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of --list, only what was trained in this step.", min=0)] = None,
+    last: Annotated[int, typer.Option(help="How many to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What happened to a task group, from the prompt to the gradient: who had it when, what it did, what it waited for.
+
+    Needs the run directory alone: while the run goes on, after it, and after any of its processes was killed.
+    """
+    from services.cli.trace.command import list_groups, show_group
+    from services.common.errors import ConfigError
+
+    if list_ or group is None:
+        if output is not None:
+            raise ConfigError("name the task group to draw: millrace trace RUN GROUP -o FILE.png")
+        list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
+    else:
+        show_group(run, group, console, phases=phases, output=output, as_json=as_json)
 
 
 @app.command()

@@ -47,7 +47,7 @@ def describe(recipe: Recipe) -> RenderableType:
     processes = Table(box=None, header_style="dim")
     for column in ("process", "node", "address", "GPUs", "command"):
         processes.add_column(column)
-    for node in sorted({0, *(service.node for service in recipe.inference.values())}):
+    for node in recipe.nodes():
         for spec in plan(recipe, Path(recipe.run.dir) / (recipe.run.id or "RUN"), node):
             address = spec.address if not spec.address.endswith(":0") else "a free port"
             gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "")

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_BEGIN = 32768  # of Linux's ephemeral range
 _WIDTH = 10_000  # ports below it that are looked at
 _STRIDE = 37  # between the places of two processes with neighbouring ids
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback interface that nobody listens on; ``OSError`` when there are not as many."""
+def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
+    """Different ports that nobody listens on at any of these addresses of this machine; ``OSError`` when there are not as
+    many."""
     end = _begin_of_ephemeral()
     begin = max(1024, end - _WIDTH)
     found: list[int] = []
@@ -28,17 +31,17 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 return found
             port = begin + (os.getpid() * _STRIDE + step) % width
-            if is_free(port):
+            if all(is_free(port, host) for host in hosts):
                 found.append(port)
     return _of_the_kernel(count)
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen there."""
-    with socket.socket() as probe:
+def is_free(port: int, host: str = LOOPBACK) -> bool:
+    """Whether a server could listen there; ``host`` is an address of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True
@@ -48,7 +51,7 @@ def _of_the_kernel(count: int) -> list[int]:
     held = [socket.socket() for _ in range(count)]  # all held until the end, so that no two get the same
     try:
         for listener in held:
-            listener.bind(("127.0.0.1", 0))
+            listener.bind((LOOPBACK, 0))
         return [int(listener.getsockname()[1]) for listener in held]
     finally:
         for listener in held:

@@ -1,4 +1,4 @@
-"""What a machine must have before a recipe is started on it: data, packages, memory, worlds.
+"""What a machine must have before a recipe is started on it: data, GPUs, packages, memory, worlds.
 
 `millrace run` refuses here, before any process starts, what would otherwise end a run hours later. A recipe that passes
 ``check`` may still be refused on a machine that is not meant to run it.
@@ -7,12 +7,17 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 
+from services.cli.gpus_here import gpu_problems, gpus_here
 from services.cli.memory_estimate import misfits
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
+
+_ASK_TIMEOUT_S = 30.0  # for another interpreter
 
 
 def check_launch(recipe: Recipe) -> None:
@@ -24,7 +29,12 @@ def check_launch(recipe: Recipe) -> None:
 
 def launch_problems(recipe: Recipe) -> list[str]:
     """What this machine lacks to run a recipe that is valid, a line for each."""
-    return [*missing_data(recipe), *_missing_packages(recipe), *_missing_worlds(recipe)]
+    return [
+        *missing_data(recipe),
+        *gpu_problems(recipe, gpus_here()),
+        *_missing_packages(recipe),
+        *_missing_worlds(recipe),
+    ]
 
 
 def missing_data(recipe: Recipe) -> list[str]:
@@ -47,15 +57,35 @@ def _named_datasets(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _missing_packages(recipe: Recipe) -> list[str]:
-    """Engines of this node whose package is not installed."""
-    if importlib.util.find_spec("sglang") is not None:
-        return []
-    return [
-        f"inference.{name}.engine is sglang, but the package sglang is not installed here: run this on a GPU machine "
-        "after `pip install 'millrace[sglang]'`, or try the recipe with --profile tiny"
-        for name, service in recipe.inference.items()
-        if service.engine == "sglang" and service.node == 0
-    ]
+    """Engines of this node whose package is not in the interpreter that would start them."""
+    from services.inference.engine.sglang.environment import PYTHON, interpreter
+
+    problems = []
+    for name, service in recipe.inference.items():
+        if service.engine != "sglang" or service.node != 0:
+            continue
+        try:
+            python = interpreter(service.sglang.python)
+        except ConfigError as error:
+            problems.append(f"inference.{name}: {error.message}")
+            continue
+        if not _has_sglang(python):
+            problems.append(
+                f"inference.{name}.engine is sglang, but the package sglang is not installed for {python}: run this on a "
+                f"GPU machine after `pip install 'millrace[sglang]'`, name the interpreter that has it with "
+                f"inference.{name}.sglang.python or {PYTHON}, or try the recipe with --profile tiny"
+            )
+    return problems
+
+
+def _has_sglang(python: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec("sglang") is not None
+    asked = [python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"]
+    try:
+        return subprocess.run(asked, check=False, capture_output=True, timeout=_ASK_TIMEOUT_S).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 def _missing_worlds(recipe: Recipe) -> list[str]:

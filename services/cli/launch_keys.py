@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,16 +39,30 @@ def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.e
         return Path(given).resolve()
     if not recipe.needs_keys:
         return None
+    _make_once(recipe, folder)
+    return folder
+
+
+def _make_once(recipe: Recipe, folder: Path) -> None:
+    """Whole or not at all: processes of a split launch may come at once, and the keys of the first one count."""
     from services.cli.keyring import Keyring  # and cryptography: not for runs without keys
 
     hosts = [socket.gethostname(), *recipe.hosts.values()]
-    Keyring.make(
-        folder,
-        str(recipe.run.id),
-        hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
-        client_certificates=recipe.security.client_certificates,
-    )
-    return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # mode 700
+    try:
+        Keyring.make(
+            partial,
+            str(recipe.run.id),
+            hosts=[host for host in dict.fromkeys(hosts) if host not in ("0.0.0.0", "::", "")],
+            client_certificates=recipe.security.client_certificates,
+        )
+        partial.rename(folder)
+    except OSError:
+        if not (folder / CA).exists():
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # nothing is there when it was renamed
 
 
 def renew_in_time(keys: Path | None) -> bool:
@@ -79,6 +95,16 @@ def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
         quiet = os.environ.get("GRPC_VERBOSITY", "ERROR")
         variables = {VARIABLE: str(own if own.is_dir() else keys), "GRPC_VERBOSITY": quiet}
     return dataclasses.replace(spec, env={**spec.env, **variables})
+
+
+def role_of(process: str) -> Role:
+    """The role of a process by its name in the plan."""
+    return _ROLES[process.partition("-")[0]]
+
+
+def act_as(keys: Path | None, process: str) -> Identity | None:
+    """This command calls others as one of the run's processes, which it is about to start, would."""
+    return configure(role_of(process), environment={VARIABLE: str(keys or "")})
 
 
 def operate(keys: Path | None) -> Identity | None:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.cli.plan import trainer_name
 from services.common.config.placement import engine_numbers
-from services.common.config.policy import PolicyConfig
+from services.common.config.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
 from services.common.config.recipe import Recipe
 from services.common.config.services import InferenceConfig
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALLOWANCE = 1.05  # fragmentation and buffers of collectives
+BUCKETS_IN_FLIGHT = 3  # one fetched, one updated, one on its way back
 CONTEXT_BYTES = int(1.5 * GIB)  # CUDA context, NCCL, kernels
 
 
@@ -123,15 +125,16 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
 
         weights      N m / R            FSDP shards the master weights
         gradients    N m / R            reduced into the master's type
-        Adam         2 N m / R          two moments in the master's type
-        reference    N m / R            only with a KL term
+        Adam         2 N m / R          two moments in the master's type; with the optimizer offloaded three buckets of them
+        reference    N m / R            only with a KL term; nothing when it is offloaded
         gathered     (2 layers + embedding and head) c
         activations  T (layers * hidden * c + one layer's work) with gradient checkpointing, else all layers' work;
                      the work of a layer: (8 hidden + 4 intermediate) c per token
         logits       4 * chunk * vocabulary * 4
         allowance    5% of all that, and 1.5 GiB for CUDA and NCCL
 
-    T is the token budget, or the context length if that is more: one sequence is never cut.
+    T is the token budget, or the context length if that is more: one sequence is never cut. What is offloaded lies in the
+    memory of the host, where it is not counted.
     """
     trainer, ranks = policy.trainer, policy.trainer.num_ranks
     master, compute = DTYPE_BYTES[trainer.master_dtype], DTYPE_BYTES[trainer.compute_dtype]
@@ -143,12 +146,18 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
     kept = (
         shape.num_layers * shape.hidden * compute + work if trainer.gradient_checkpointing else shape.num_layers * work
     )
+    moments = 2 * shard
+    if "optimizer" in trainer.offload:
+        moments = min(moments, BUCKETS_IN_FLIGHT * 2.0 * OFFLOAD_BUCKET_BYTES)
+    has_reference = policy.algorithm.needs_reference and "reference" not in trainer.offload
     parts = {
         "weights": shard,
         "gradients": shard,
-        "Adam": 2 * shard,
-        "reference": shard if policy.algorithm.needs_reference else 0.0,
-        "gathered": (2 * layer + ends) * compute if ranks > 1 or master != compute else 0.0,
+        "Adam": moments,
+        "reference": shard if has_reference else 0.0,
+        "gathered": (2 * layer + ends) * compute
+        if ranks > 1 or master != compute or "reference" in trainer.offload
+        else 0.0,
         "activations": float(tokens * kept),
         "logits": 4.0 * trainer.logprob_chunk_tokens * shape.vocabulary * 4,
     }
@@ -184,15 +193,17 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
     shapes = {name: ModelShape.of(policy.model.path) for name, policy in recipe.policies.items()}
     for name, policy in recipe.policies.items():
         shape = shapes[name]
-        if shape is not None and policy.trainer.gpus:
+        if shape is None or not policy.trainer.gpus:
+            continue
+        for node in policy.trainer.nodes:
             yield GpuEstimate(
-                process=f"trainer-{name}",
-                node=0,
+                process=trainer_name(name, node),
+                node=node,
                 gpus=tuple(policy.trainer.gpus),
                 parts=trainer_rank_parts(shape, policy),
                 limit=memory,
-                remedy=f"more GPUs in policies.{name}.trainer.gpus, trainer.master_dtype: bfloat16, "
-                "gradient_checkpointing: true or a smaller token_budget",
+                remedy=f"more GPUs in policies.{name}.trainer.gpus, trainer.offload: [optimizer, reference], "
+                "trainer.master_dtype: bfloat16, gradient_checkpointing: true or a smaller token_budget",
             )
     for name, service in recipe.inference.items():
         if service.engine == "sglang" and service.gpus:

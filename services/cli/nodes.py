@@ -1,8 +1,9 @@
-"""Runs over several nodes: the command that another node needs, and the way from there to node 0.
+"""Runs over several nodes: where each finds node 0, and the commands that the others need. Starts nothing.
 
-Services bind loopback only, because they do not authenticate their callers. So another node reaches node 0 through ssh,
-which does: it forwards the ports of the orchestrator, the environment gateway and the weight publishers, under the same
-numbers. Nobody dials into the other node. Starts nothing.
+    node 0   binds its own address, not loopback, wherever another node dials in: orchestrator, gateway, publishers, replicas
+    node N   gets a bundle from node 0 (the resolved recipe and its keys) and dials node 0 over TLS
+
+Nobody has to dial into node N. With ``NODE_HOST`` its processes listen at its address, so that others fetch weights there.
 """
 
 from __future__ import annotations
@@ -10,54 +11,118 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from services.cli.plan import ProcessSpec
-from services.common.config.loading import load_recipe, port_variables
+from services.cli.free_ports import LOOPBACK
+from services.cli.plan import plan
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.hosts import is_here
 from services.common.loopback import is_loopback
 
 HOST_VARIABLE = "ORCHESTRATOR_HOST_EXTERNAL"
+NODE_HOST = "NODE_HOST"
+BUNDLES = "nodes"  # in the run directory: what each other node gets
 SCRIPTS = {"inference-a": "deploy/launch/1_inference_a.sh", "inference-b": "deploy/launch/1_inference_b.sh"}
+_NOWHERE = ("192.0.2.1", 9)  # an address of documentation: nothing is sent there
 
 
-def commands_for_other_nodes(
-    recipe: Recipe, path: Path, overrides: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> list[str]:
-    """One line to paste for every inference service on a node other than 0, the host name of this node filled in.
+def other_nodes(recipe: Recipe) -> list[int]:
+    """The nodes beside node 0 that a recipe names."""
+    return recipe.nodes()[1:]
 
-    ``path`` and ``overrides`` are those that the resolved ``recipe`` was loaded from.
+
+def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> Recipe:
+    """The same recipe with the address of this node, node 0, wherever it says loopback and another node dials in.
+
+    One that runs on node 0 alone stays as it is.
+
+    Raises:
+        ConfigError: this node has no address that others could dial, or the one that is named is not its own.
     """
-    others = [(service.node, name) for name, service in recipe.inference.items() if service.node != 0]
-    if not others:
-        return []
-    host = environment.get(HOST_VARIABLE) or socket.gethostname()
-    variables = " ".join([f"{HOST_VARIABLE}={shlex.quote(host)}", *_ports_that_differ(recipe, path, overrides)])
-    settings = "".join(f" --set {shlex.quote(override)}" for override in overrides)
+    if not other_nodes(recipe):
+        return recipe
+    here = address_of_node_0(environment)
+    tree: dict[str, Any] = recipe.model_dump(mode="json")
+    sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
+    sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [policy["weights"] for policy in tree["policies"].values()]
+    for section in sections:
+        if is_loopback(section["host"]):
+            section["host"] = here
+    return Recipe.model_validate(tree)
+
+
+def address_of_node_0(environment: Mapping[str, str] = os.environ) -> str:
+    """The address of this machine that other nodes dial: of the name in NODE_HOST or ORCHESTRATOR_HOST_EXTERNAL, else of
+    its host name, else the one with which it reaches the outside.
+
+    Raises:
+        ConfigError: as ``with_addresses``.
+    """
+    variable = next((name for name in (NODE_HOST, HOST_VARIABLE) if environment.get(name)), None)
+    name = environment[variable] if variable else socket.gethostname()
+    found = [address for address in _addresses(name) if not is_loopback(address)]
+    own = next((address for address in found if is_here(address)), None)
+    if own is not None:
+        return own
+    if variable is not None:
+        what = (
+            f"which is {', '.join(found)}" if found else "which is no name that leads to another address than loopback"
+        )
+        raise ConfigError(
+            f"{variable} is {name}, {what}: it must be a name or address of this machine that the other nodes reach "
+            "(`ip -brief address` lists them)"
+        )
+    if (outward := _outward_address()) is not None:
+        return outward
+    raise ConfigError(
+        f"this recipe has processes on other nodes, but {name} leads to no address that they could dial: set {NODE_HOST} to "
+        "the name or address of this machine that they reach"
+    )
+
+
+def name_of_node_0(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> str:
+    """What the other nodes call node 0: as it was named, else its host name where that leads to it, else its address."""
+    given = environment.get(HOST_VARIABLE) or environment.get(NODE_HOST)
+    if given:
+        return given
+    own = socket.gethostname()
+    return own if recipe.orchestrator.host in _addresses(own) else recipe.orchestrator.host
+
+
+def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What to paste on every other node: a line that fetches its bundle from here, and one that starts its processes.
+
+    ``recipe`` is the resolved one of ``run_dir``. Pasting it again does no harm, and goes on after whatever ended it.
+    """
+    name = name_of_node_0(recipe, environment)
     lines = []
-    for node, name in sorted(others):
-        process = f"inference-{name}"
-        script = SCRIPTS.get(process)
-        target = shlex.quote(str(path))
-        command = f"{script} {target}" if script else f"python -m services.cli start {target} {process}"
-        lines += [f"paste on node {node}, in the same checkout:", f"  {variables} {command}{settings}"]
+    for node in other_nodes(recipe):
+        if not (run_dir / BUNDLES / str(node)).is_dir():
+            continue  # its keys come from whoever made them
+        here = shlex.quote(str(bundle_there(recipe, node)))
+        there = shlex.quote(shlex.quote(str(run_dir / BUNDLES / str(node))))  # for this shell, and for that of ssh
+        lines += [
+            f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
+            f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
+        ]
+        starts = []
+        for process in (spec.name for spec in plan(recipe, run_dir, node)):
+            role = process.partition("-")[0]
+            variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/{role}"
+            script = SCRIPTS.get(process)
+            command = f"{script} {here}" if script else f"python -m services.cli start {here} {process}"
+            starts.append(f"{variables} {command}")
+        lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")
     return lines
 
 
-def _ports_that_differ(recipe: Recipe, path: Path, overrides: Sequence[str]) -> list[str]:
-    """NAME=PORT for every port that the other node would not find by itself."""
-    plain = load_recipe(path, overrides, {}).model_dump(mode="json")
-    resolved = recipe.model_dump(mode="json")
-    found = []
-    for name, keys in port_variables(resolved).items():
-        here, there = resolved, plain
-        for key in keys:
-            here, there = here[key], there[key]
-        if here is not None and here != there:
-            found.append(f"{name}={here}")
-    return found
+def bundle_there(recipe: Recipe, node: int) -> Path:
+    """The directory of another node in which it keeps what it has of the run, relative to its checkout."""
+    return Path("runs") / f"{recipe.run.id or recipe.name}-node{node}"
 
 
 def host_of_node_0(recipe: Recipe, process: str, node: int, environment: Mapping[str, str] = os.environ) -> str:
@@ -67,43 +132,32 @@ def host_of_node_0(recipe: Recipe, process: str, node: int, environment: Mapping
         ConfigError: the process is on another node, and nobody says where node 0 is.
     """
     host = environment.get(HOST_VARIABLE, "")
+    if node == 0 and (not host or is_here(host)):
+        return with_addresses(recipe, environment).orchestrator.host
     if host:
         return host
-    if node == 0:
-        return recipe.orchestrator.host
     raise ConfigError(
         f"{process} runs on node {node} and must know where node 0 is: set {HOST_VARIABLE} to the host name of the node "
-        f"that runs the orchestrator, as this node's ssh reaches it ({HOST_VARIABLE}=node0 ...; `millrace run` on node 0 "
-        "prints the whole command)"
+        f"that runs the orchestrator ({HOST_VARIABLE}=node0 ...; `millrace run` on node 0 prints the whole command)"
     )
 
 
-def needs_tunnel(host: str) -> bool:
-    """Whether the way to a host leaves this machine."""
-    return not is_loopback(host) and host not in (socket.gethostname(), socket.getfqdn())
-
-
-def tunnel(recipe: Recipe, host: str) -> ProcessSpec:
-    """ssh that forwards what an inference service dials on node 0; healthy when the orchestrator answers through it.
+def listening_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Where processes of another node listen: at the address in NODE_HOST, else at loopback, reached by nobody.
 
     Raises:
-        ConfigError: a port is 0, so that nobody elsewhere can know it.
+        ConfigError: it is no address of this machine.
     """
-    ports = {"orchestrator.port": recipe.orchestrator.port}
-    if recipe.envgateway is not None:
-        ports["envgateway.port"] = recipe.envgateway.port
-    ports |= {f"policies.{name}.weights.port": policy.weights.port for name, policy in recipe.policies.items()}
-    arguments: list[str] = []
-    for where, port in ports.items():
-        require_port(where, port)
-        arguments += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}"]
-    options = [
-        part
-        for option in ("ExitOnForwardFailure=yes", "BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4")
-        for part in ("-o", option)
-    ]
-    address = f"127.0.0.1:{recipe.orchestrator.port}"
-    return ProcessSpec(name="tunnel", argv=("ssh", "-N", *options, *arguments, host), address=address)
+    name = environment.get(NODE_HOST, "")
+    if not name:
+        return LOOPBACK
+    own = next((address for address in _addresses(name) if is_here(address)), None)
+    if own is None:
+        raise ConfigError(
+            f"{NODE_HOST} is {name}, which is no name or address of this machine: write one, or leave it out, and nobody "
+            "fetches weights from here"
+        )
+    return own
 
 
 def require_port(where: str, port: int) -> None:
@@ -113,3 +167,23 @@ def require_port(where: str, port: int) -> None:
             f"{where} is 0, a free port, which processes that are started one by one cannot know: "
             f"give it a number, with --set {where}=PORT or its variable"
         )
+
+
+def _addresses(name: str) -> list[str]:
+    """What a name leads to, IPv4 first; empty for one that nobody knows."""
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    ordered = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(place[0]).partition("%")[0] for *_, place in ordered))
+
+
+def _outward_address() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_NOWHERE)
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if is_loopback(address) else address

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.free_ports import free_ports, is_free
+from services.cli.free_ports import LOOPBACK, free_ports, is_free
 from services.common.config.recipe import Recipe, warm_start_dir
+from services.common.hosts import address, is_here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,53 +24,82 @@ class ProcessSpec:
 
 
 def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
-    """Every process of the run on one node, orchestrator first. Everything but inference services runs on node 0.
+    """Every process of the run on one node, orchestrator first. Other nodes have inference services and shares of trainers.
 
     Start-up order does not matter: each waits for what it needs.
     """
-    orchestrator = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
+    orchestrator = orchestrator_address(recipe)
     services = [
         inference_process(recipe, name, orchestrator)
         for name, service in recipe.inference.items()
         if service.node == node
     ]
+    trainers = [
+        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), node=node)
+        for policy, section in (recipe.policies.items() if recipe.run.steps else ())  # without steps it only evaluates
+        if node in section.trainer.nodes
+    ]
     if node != 0:
-        return services
+        return [*services, *trainers]
     specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
     if recipe.envgateway is not None:
-        address = f"{recipe.envgateway.host}:{recipe.envgateway.port}"
-        specs.append(_spec("envgateway", address, "services.envgateway", "--run-dir", str(run_dir)))
-    trainers = [
-        trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir))
-        for policy in (recipe.policies if recipe.run.steps else ())  # without steps it only evaluates
-    ]
+        gateway = address(recipe.envgateway.host, recipe.envgateway.port)
+        specs.append(_spec("envgateway", gateway, "services.envgateway", "--run-dir", str(run_dir)))
     return [*specs, *services, *trainers]
 
 
-def inference_process(recipe: Recipe, name: str, orchestrator: str) -> ProcessSpec:
-    """One inference service, dialling the orchestrator at this address."""
+def orchestrator_address(recipe: Recipe) -> str:
+    """Where node 0 itself finds the orchestrator."""
+    return address(recipe.orchestrator.host, recipe.orchestrator.port)
+
+
+def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
+    """One inference service, dialling the orchestrator at this address; ``host`` is a bind address other than the recipe's."""
     service = recipe.inference[name]
+    own = () if host is None else ("--host", host)
     return _spec(
         f"inference-{name}",
-        f"{service.host}:{service.port}",
-        *("services.inference", "--name", name, "--orchestrator", orchestrator),
+        address(host or service.host, service.port),
+        *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
     )
 
 
-def trainer_process(recipe: Recipe, policy: str, orchestrator: str, *more: str) -> ProcessSpec:
-    """The trainer of one policy, its ranks under one launcher."""
+def trainer_name(policy: str, node: int) -> str:
+    """The name of a trainer's process on one of its nodes."""
+    return f"trainer-{policy}" if node == 0 else f"trainer-{policy}-node{node}"
+
+
+def trainer_process(
+    recipe: Recipe,
+    policy: str,
+    orchestrator: str,
+    *more: str,
+    host: str | None = None,
+    node: int = 0,
+    meeting: str = LOOPBACK,
+) -> ProcessSpec:
+    """The trainer of one policy, its ranks under one launcher; ``host``: where its versions are fetched, if not as the
+    recipe says.
+
+    Of a trainer over several nodes, the share of ``node``; its ranks meet those of node 0 at the host ``meeting``.
+    """
     trainer = recipe.policies[policy].trainer
+    num_nodes = len(trainer.nodes)
+    own = () if host is None else ("--host", host)
     module = ["services.trainer"]
     if trainer.num_ranks > 1:
-        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks}"]
+        module = ["services.trainer.launch_ranks", f"--num-ranks={trainer.num_ranks // num_nodes}"]
         if trainer.rendezvous_port:
             module.append(f"--rendezvous-port={trainer.rendezvous_port}")
+    if num_nodes > 1:
+        place = (f"--num-nodes={num_nodes}", f"--node-rank={trainer.nodes.index(node)}", f"--rendezvous-host={meeting}")
+        module += [*place, f"--interface={trainer.interface}"]
     return _spec(
-        f"trainer-{policy}",
-        f"127.0.0.1:{trainer.port}",
-        *(*module, "--policy", policy, "--orchestrator", orchestrator, *more),
+        trainer_name(policy, node),
+        address(LOOPBACK, trainer.port) if node == 0 else "",  # the first rank answers for all
+        *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
     )
@@ -90,13 +120,17 @@ def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
 
 
 def with_free_ports(recipe: Recipe) -> Recipe:
-    """The same recipe with every port 0 replaced by a free one, so that the resolved recipe names real addresses."""
+    """The same recipe with every port 0 replaced by a free one, so that the resolved recipe names real addresses.
+
+    Services of other nodes find one for themselves.
+    """
     tree: dict[str, Any] = recipe.model_dump(mode="json")
-    sections = [tree["orchestrator"], *tree["inference"].values()]
+    sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
     sections += [tree["envgateway"]] if tree["envgateway"] else []
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
     open_sections = [section for section in sections if section["port"] == 0]
-    for section, port in zip(open_sections, free_ports(len(open_sections)), strict=True):
+    hosts = sorted({LOOPBACK, *(section["host"] for section in sections if "host" in section)})
+    for section, port in zip(open_sections, free_ports(len(open_sections), hosts), strict=True):
         section["port"] = port
     return Recipe.model_validate(tree)
 
@@ -109,9 +143,11 @@ def ports_in_use(recipe: Recipe) -> list[str]:
         if service.node != 0
         for port in ("port", "endpoint.port")
     }
+    hosts = recipe.hosts
     problems = []
     for where, port in recipe.ports():
-        if port and where not in elsewhere and not is_free(port):
+        host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
+        if port and where not in elsewhere and is_here(host) and not is_free(port, host):
             problems.append(f"{where}: port {port} is in use; stop what holds it or run with --set {where}=0")
     return problems
 

@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from services.common.rpc.health import is_serving
 log = structlog.get_logger()
 
 POLL_S = 0.1
+START_AGAIN = os.EX_TEMPFAIL  # of a process that is well, but lost others without which it cannot go on
 
 
 @dataclass(slots=True)
@@ -63,10 +64,12 @@ class Processes:
         if process.returncode != 0:
             raise InfrastructureError(self._obituary(spec, process.returncode))
 
-    def wait_ready(self, timeout_s: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until every process says SERVING; raises ``DeadlineError`` naming who did not."""
+    def wait_ready(
+        self, timeout_s: float, tick: Callable[[], None] = lambda: None, without: Collection[str] = ()
+    ) -> None:
+        """Wait until every process but those named says SERVING; raises ``DeadlineError`` naming who did not."""
         deadline = time.monotonic() + timeout_s
-        pending = dict(self._running)
+        pending = {name: process for name, process in self._running.items() if name not in without}
         while pending:
             self.watch()
             for name in [n for n, p in pending.items() if is_serving(p.spec.address)]:
@@ -82,7 +85,7 @@ class Processes:
             time.sleep(POLL_S)
 
     def watch(self) -> set[str]:
-        """Restart what a signal killed, and return the names that exited with 0.
+        """Restart what a signal killed or what asks for it (``START_AGAIN``); return the names that exited with 0.
 
         Raises ``InfrastructureError`` with the last words of a process that exited with an error or died too often.
         """
@@ -93,11 +96,10 @@ class Processes:
                 continue
             if code == 0:
                 finished.add(name)
-            elif code < 0 and process.restarts < self._max_restarts:
+            elif (code < 0 or code == START_AGAIN) and process.restarts < self._max_restarts:
                 process.restarts += 1
-                log.warning(
-                    "process.restarted", process=name, signal=signal.Signals(-code).name, restart=process.restarts
-                )
+                why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                log.warning("process.restarted", process=name, why=why, restart=process.restarts)
                 process.popen = self._popen(process.spec)
             else:
                 raise InfrastructureError(self._obituary(process.spec, code))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
+
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -9,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.common.pb import run_pb2
+from services.common.pb import account_pb2, run_pb2
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -31,12 +34,41 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
     parts: list[RenderableType] = [_policies(progress), _replicas(progress)]
     if progress.evaluations:
         parts.append(evaluations_table(progress))
+    if progress.accounts:
+        parts.append(accounts_table(progress.accounts))
+    if progress.stalls:
+        parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
     if progress.counters:
         shown = "  ".join(f"{name} {count}" for name, count in sorted(progress.counters.items()) if count)
         parts.append(Text(f"  {shown}", style="dim"))
     return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def stall_words(stall: run_pb2.Stall) -> str:
+    """A standstill in plain words, with the way to its cause and what to do."""
+    since = time.strftime("%H:%M:%S", time.localtime(stall.since.ToSeconds()))
+    lines = [f"  STALLED since {since}: {stall.component}, {stall.cause.replace('_', ' ')}: {stall.detail}"]
+    lines += [f"    {link}" for link in stall.chain]
+    return "\n".join([*lines, f"    what to do: {stall.advice}"])
+
+
+def accounts_table(accounts: Iterable[account_pb2.TimeAccount]) -> Table:
+    """Where the time of each component went, and for whom it waited: its three largest activities."""
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("component", "time went to", "", ""):
+        table.add_column(column)
+    for account in accounts:
+        whole = sum(activity.seconds for activity in account.activities) or 1.0
+        largest = sorted(account.activities, key=lambda activity: -activity.seconds)[:3]
+        cells = [
+            f"{activity.seconds / whole:.0%} {activity.activity}" + (f" ({activity.on})" if activity.on else "")
+            for activity in largest
+            if activity.seconds / whole >= 0.005
+        ]
+        table.add_row(account.component, *cells, *[""] * (3 - len(cells)))
+    return table
 
 
 def _policies(progress: run_pb2.RunProgress) -> Table:
@@ -115,6 +147,8 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
+        self._stalled: dict[tuple[str, str], str] = {}
+        self._last: run_pb2.RunProgress | None = None
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -125,10 +159,34 @@ class ProgressView:
         if self._live:
             self._live.stop()
 
+    def silent(self, stall: run_pb2.Stall) -> None:
+        """The orchestrator itself does not answer: what it last said, with that."""
+        known = run_pb2.RunProgress()
+        if self._last is not None:
+            known.CopyFrom(self._last)
+        del known.stalls[:]
+        known.stalls.append(stall)
+        self._show(known)
+
     def show(self, progress: run_pb2.RunProgress) -> None:
+        self._last = progress
+        self._show(progress)
+
+    def _tell_stalls(self, progress: run_pb2.RunProgress) -> None:
+        """Each once, and its end."""
+        now = {(stall.component, stall.cause): stall for stall in progress.stalls}
+        for key in [key for key in self._stalled if key not in now]:
+            self._console.print(f"goes on again: {self._stalled.pop(key)}", style="green")
+        for key, stall in now.items():
+            if key not in self._stalled:
+                self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
+                self._console.print(stall_words(stall), style="bold red", highlight=False, soft_wrap=True)
+
+    def _show(self, progress: run_pb2.RunProgress) -> None:
         if self._live:
             self._live.update(render(progress, self._title), refresh=True)
             return
+        self._tell_stalls(progress)
         for result in progress.evaluations[self._num_evaluations :]:
             self._console.print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
         self._num_evaluations = len(progress.evaluations)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.cli.launch_keys import keys_of, operate
 from services.cli.orchestrator_client import OrchestratorClient
+from services.cli.plan import orchestrator_address
 from services.common.config.loading import load_resolved
 from services.common.security.bundle import VARIABLE
 
@@ -22,4 +23,4 @@ def reach(address: str, run: Path | None) -> OrchestratorClient:
         return OrchestratorClient(address)
     recipe = load_resolved(run)
     operate(keys_of(recipe, run))
-    return OrchestratorClient(f"{recipe.orchestrator.host}:{recipe.orchestrator.port}")
+    return OrchestratorClient(orchestrator_address(recipe))

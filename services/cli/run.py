@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,25 @@ from typing import Any
 import structlog
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 
 from services.cli.errors import Interrupted
 from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
+from services.cli.node_bundles import write_bundles
+from services.cli.nodes import commands_for_other_nodes, with_addresses
 from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import plan, ports_in_use, warm_start_commands, with_free_ports
+from services.cli.plan import (
+    orchestrator_address,
+    plan,
+    ports_in_use,
+    trainer_name,
+    warm_start_commands,
+    with_free_ports,
+)
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, state_word
 from services.cli.signals import StopSignal
+from services.cli.silence import Silence
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
@@ -43,9 +54,9 @@ class Outcome:
 
 
 def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
-    """Resolve id, ports and directory of a new run and save the resolved recipe there.
+    """Resolve id, addresses, ports and directory of a new run and save the resolved recipe there.
 
-    Raises ``ConfigError`` when the directory exists already or a port is taken.
+    Raises ``ConfigError`` when the directory exists already, a port is taken, or other nodes could not reach this one.
     """
     recipe = with_run_id(recipe)
     run_dir = (Path(recipe.run.dir) / str(recipe.run.id)).resolve()
@@ -54,7 +65,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
             f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
             f"or go on with it: millrace run --resume {run_dir}"
         )
-    recipe = with_free_ports(recipe)
+    recipe = with_free_ports(with_addresses(recipe))
     if taken := ports_in_use(recipe):
         raise ConfigError("\n".join(taken))
     save_resolved(recipe, run_dir)
@@ -69,26 +80,31 @@ def reopen(run_dir: Path) -> tuple[Recipe, Path]:
     return recipe, run_dir.resolve()
 
 
-def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str] = ()) -> Outcome:
+def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     """Run to the end. Ctrl-C and SIGTERM stop what was started and raise ``Interrupted``.
 
-    ``elsewhere``: what to tell when node 0 is up, such as the commands for other nodes.
+    When node 0 is up, the commands for other nodes are printed.
 
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
     """
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
     renew_in_time(keys)
+    if keys is not None:
+        write_bundles(recipe, run_dir, keys)
     operate(keys)
     begun = time.monotonic()
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
         warm_start(recipe, run_dir, processes, console, stop)
-        _start(recipe, run_dir, processes, console, stop, keys)
-        for line in elsewhere:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-        _follow(recipe, processes, console, stop, keys)
+        shared = {trainer_name(name, 0) for name, policy in recipe.policies.items() if len(policy.trainer.nodes) > 1}
+        if shared:
+            _tell_other_nodes(recipe, run_dir, console)  # their ranks are waited for
+        _start(recipe, run_dir, keys, processes, console, stop, shared)
+        if not shared:
+            _tell_other_nodes(recipe, run_dir, console)
+        _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
     finally:
@@ -97,6 +113,11 @@ def run(recipe: Recipe, run_dir: Path, console: Console, elsewhere: Sequence[str
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
+
+
+def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:
+    for line in commands_for_other_nodes(recipe, run_dir):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
@@ -118,21 +139,30 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
 
 
 def _start(
-    recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal, keys: Path | None
+    recipe: Recipe,
+    run_dir: Path,
+    keys: Path | None,
+    processes: Processes,
+    console: Console,
+    stop: StopSignal,
+    later: Collection[str],  # processes that cannot be ready before other nodes have come
 ) -> None:
     specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check)
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in specs)}")
+        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check, later)
+    ready = [spec for spec in specs if spec.name not in later]
+    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
 
 
-def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal, keys: Path | None) -> None:
-    address = f"{recipe.orchestrator.host}:{recipe.orchestrator.port}"
-    client = OrchestratorClient(address)
+def _follow(
+    recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
+) -> None:
+    client = OrchestratorClient(orchestrator_address(recipe))
     keys_looked_at = time.monotonic()
+    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
@@ -140,10 +170,11 @@ def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSi
                 stop.check()
                 if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
                     keys_looked_at = time.monotonic()
-                    if renew_in_time(keys):  # processes take new keys up by themselves, and so does this one
+                    if keys is not None and renew_in_time(keys):  # processes here take new keys up by themselves
+                        write_bundles(recipe, run_dir, keys)
                         operate(keys)
                         client.close()
-                        client = OrchestratorClient(address)
+                        client = OrchestratorClient(client.address)
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told
@@ -151,7 +182,11 @@ def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSi
                     progress = client.get_run().progress
                 except InfrastructureError as error:
                     log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
+                    silence.missed()
+                    if finished_at is None and (stall := silence.stall) is not None:
+                        view.silent(stall)
                 else:
+                    silence.answered()
                     view.show(progress)
                     if state_word(progress.state) in ("finished", "stopped"):
                         finished_at = finished_at or time.monotonic()
@@ -204,9 +239,22 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def time_table(summary: dict[str, Any]) -> Table:
+    """Where the time of each component went, with whom it waited for: its three largest activities."""
+    table = Table(box=None, pad_edge=True, header_style="dim", title="where the time went", title_justify="left")
+    for column in ("component", "", "", ""):
+        table.add_column(column)
+    for component, shares in summary.get("time", {}).items():
+        largest = [f"{share:.0%} {what}" for what, share in list(shares.items())[:3] if share >= 0.005]
+        table.add_row(component, *largest, *[""] * (3 - len(largest)))
+    return table
+
+
 def _picture(run_dir: Path) -> Path | None:
     from services.cli.plot import plot_runs
+    from services.cli.plot_time import plot_time
 
+    plot_time(run_dir, run_dir / "time.png")
     return plot_runs([run_dir], run_dir / "run.png")
 
 

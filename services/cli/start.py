@@ -1,36 +1,46 @@
 """``millrace start RECIPE PROCESS``: one process of a recipe, for split launches and other nodes.
 
-On node 0 the process takes this one's place. On another node it is started behind a tunnel to node 0, and both are
-watched and stopped together. Each process waits for what it needs, so the order does not matter; the orchestrator makes
-what all need, the run directory and the starting checkpoints.
+On node 0 the process takes this one's place. On another node it is watched from here, because no launcher is there to
+start it again when it is killed. Each process waits for what it needs, so the order does not matter; the orchestrator
+makes what all need: the run directory, its keys, the starting checkpoints.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from services.cli.errors import Interrupted
+from services.cli.first_contact import wait_for_orchestrator
+from services.cli.free_ports import LOOPBACK
 from services.cli.launch_checks import missing_data
-from services.cli.nodes import host_of_node_0, needs_tunnel, require_port, tunnel
-from services.cli.plan import ProcessSpec, inference_process, plan, trainer_process
+from services.cli.launch_keys import act_as, keys_of, renew_in_time, with_keys
+from services.cli.node_bundles import keys_of_process, write_bundles
+from services.cli.nodes import (
+    bundle_there,
+    commands_for_other_nodes,
+    host_of_node_0,
+    listening_host,
+    require_port,
+    with_addresses,
+)
+from services.cli.plan import ProcessSpec, inference_process, plan, trainer_name, trainer_process
 from services.cli.processes import Processes
 from services.cli.run import warm_start
 from services.cli.signals import StopSignal
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError
+from services.common.errors import ConfigError
+from services.common.hosts import address, is_here
 from services.common.logs import configure
-from services.common.rpc.health import identify, is_serving
 
 WARM_START = "warm-start"
 POLL_S = 0.5
-ORCHESTRATOR_WAIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,8 @@ class Started:
 
     process: ProcessSpec
     orchestrator: str  # the address that it dials
-    tunnel: ProcessSpec | None = None
+    node: int
+    shared: bool = False  # with other nodes: when one of them is lost, it is started again here
 
 
 def start(
@@ -56,44 +67,68 @@ def start(
     Raises:
         ConfigError: no such process, a port nobody can know, or node 0 is not named.
     """
-    identify()  # to ask whether the orchestrator is there; the process that is started is told by the same variable
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _make_run(recipe, directory, console)
-        _become(_planned(load_resolved(directory), directory, process))
+        resolved = load_resolved(directory)
+        keys = keys_of(resolved, directory, environment)
+        if keys is not None:
+            renew_in_time(keys)
+            write_bundles(resolved, directory, keys)
+        for line in commands_for_other_nodes(resolved, directory, environment):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        _become(_planned(resolved, directory, process), keys)
     elif process == "envgateway":
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _save_once(recipe, directory)
-        _become(_planned(load_resolved(directory), directory, process))
+        resolved = load_resolved(directory)
+        _become(_planned(resolved, directory, process), keys_of(resolved, directory, environment))
     else:
         found = find(recipe, process, run_dir, environment)
-        if found.tunnel is None:
-            _wait_for(found.orchestrator, console)
-            _become(found.process)
+        directory = (run_dir or _home(recipe, found.node)).resolve()
+        keys = keys_of_process(recipe, process, found.node, directory, console, environment)
+        act_as(keys, process)
+        wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
+        if found.node == 0 and not found.shared:
+            _become(found.process, keys)
         else:
-            _behind(found.tunnel, found.process, recipe, run_dir or Path(recipe.run.dir) / f"{recipe.name}-{process}")
+            _watch(found.process, keys, recipe, directory)
 
 
 def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Started:
     """The command line of an inference service or trainer, with the address at which it finds the orchestrator."""
     kind, _, name = process.partition("-")
-    known: dict[str, Mapping[str, object]] = {"inference": recipe.inference, "trainer": recipe.policies}
-    if name not in known.get(kind, {}):
-        names = [spec.name for node in _nodes(recipe) for spec in plan(recipe, Path(), node)]
+    shares = {trainer_name(p, n): (p, n) for p, section in recipe.policies.items() for n in section.trainer.nodes}
+    if process not in shares and (kind != "inference" or name not in recipe.inference):
+        names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]
         raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(names)}")
     require_port("orchestrator.port", recipe.orchestrator.port)
-    node = recipe.inference[name].node if kind == "inference" else 0
+    policy, node = shares.get(process, ("", 0))
+    if not policy:
+        node = recipe.inference[name].node
     host = host_of_node_0(recipe, process, node, environment)
-    far = needs_tunnel(host)
-    address = f"{recipe.orchestrator.host if far else host}:{recipe.orchestrator.port}"
-    if kind == "inference":
-        spec = inference_process(recipe, name, address)
+    orchestrator = address(host, recipe.orchestrator.port)
+    own = listening_host(environment)
+    far = node != 0 or not is_here(host)
+    if not policy and far:
+        place = str((run_dir or _home(recipe, node)).resolve())
+        spec = inference_process(recipe, name, orchestrator, "--run-dir", place, host=own)
+    elif not policy:
+        spec = inference_process(recipe, name, orchestrator)
     else:
         more = () if run_dir is None else ("--run-dir", str(run_dir.resolve()))
-        spec = trainer_process(recipe, name, address, *more)
-    return Started(process=spec, orchestrator=address, tunnel=tunnel(recipe, host) if far else None)
+        meeting = host if node else LOOPBACK
+        listening = own if far else None
+        spec = trainer_process(recipe, policy, orchestrator, *more, host=listening, node=node, meeting=meeting)
+    shared = bool(policy) and len(recipe.policies[policy].trainer.nodes) > 1
+    return Started(process=spec, orchestrator=orchestrator, node=node, shared=shared)
+
+
+def _home(recipe: Recipe, node: int) -> Path:
+    """Where a process keeps what it has of the run when nobody says so."""
+    return bundle_there(recipe, node) if node else Path(recipe.run.dir) / recipe.name
 
 
 def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
@@ -123,23 +158,7 @@ def _save_once(recipe: Recipe, run_dir: Path) -> None:
         require_port("envgateway.port", recipe.envgateway.port)
     if not (run_dir / RESOLVED).exists():
         run = recipe.run.model_copy(update={"id": recipe.run.id or run_dir.name})
-        save_resolved(recipe.model_copy(update={"run": run}), run_dir)
-
-
-def _wait_for(orchestrator: str, console: Console) -> None:
-    """Until the orchestrator answers; it may be making starting checkpoints, and whoever it is may come first."""
-    deadline = time.monotonic() + ORCHESTRATOR_WAIT_S
-    told = False
-    while not is_serving(orchestrator):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the orchestrator at {orchestrator} did not answer within {ORCHESTRATOR_WAIT_S:g} s: is it running, and "
-                "is the address right? (deploy/launch/2_orchestrator.sh RECIPE)"
-            )
-        if not told:
-            console.print(f"waiting for the orchestrator at {orchestrator}", highlight=False, soft_wrap=True)
-            told = True
-        time.sleep(POLL_S)
+        save_resolved(with_addresses(recipe).model_copy(update={"run": run}), run_dir)
 
 
 def _planned(recipe: Recipe, run_dir: Path, process: str) -> ProcessSpec:
@@ -149,22 +168,20 @@ def _planned(recipe: Recipe, run_dir: Path, process: str) -> ProcessSpec:
     return found
 
 
-def _become(spec: ProcessSpec) -> None:
+def _become(spec: ProcessSpec, keys: Path | None) -> None:
     """Signals and exit codes are then the process's own."""
+    spec = with_keys(spec, keys)
     os.execve(spec.argv[0], list(spec.argv), {**os.environ, **spec.env})
 
 
-def _behind(way: ProcessSpec, spec: ProcessSpec, recipe: Recipe, directory: Path) -> None:
-    """The process behind its tunnel: both are started again when they are killed, and stopped together."""
-    directory = directory.resolve()
+def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path) -> None:
+    """Until the process has ended, with its last words if it failed; started again when it was killed."""
     configure(service="launcher", run_dir=directory)
     stop = StopSignal()
     processes = Processes(directory, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        processes.start(way)
-        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check)
-        processes.start(spec)
-        while spec.name not in _ended(processes, way):
+        processes.start(with_keys(spec, keys))
+        while spec.name not in processes.watch():
             stop.check()
             time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -172,14 +189,3 @@ def _behind(way: ProcessSpec, spec: ProcessSpec, recipe: Recipe, directory: Path
     finally:
         stop.restore()
         processes.stop()
-
-
-def _ended(processes: Processes, way: ProcessSpec) -> set[str]:
-    ended = processes.watch()
-    if way.name in ended:
-        raise InfrastructureError("the tunnel to node 0 was closed")
-    return ended
-
-
-def _nodes(recipe: Recipe) -> Sequence[int]:
-    return sorted({0, *(service.node for service in recipe.inference.values())})

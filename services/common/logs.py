@@ -7,6 +7,7 @@ step, policy, task group) are on every later event of the same task. What looks 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +19,9 @@ from structlog.typing import EventDict, WrappedLogger
 from services.common.redaction import redacted
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+MOST_CHARACTERS = 2000  # of one value
+# Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -43,6 +47,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             structlog.processors.format_exc_info,
+            _tamed,
             _sink,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -61,6 +66,21 @@ def close() -> None:
 def bind(**ids: Any) -> None:
     """Put ids on every later event of this task. ``run`` and ``request`` also travel with every call."""
     structlog.contextvars.bind_contextvars(**ids)
+
+
+def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Values may be a peer's: cut, without what a terminal obeys, and without lines that look like other events."""
+    for name, value in event.items():
+        if not isinstance(value, str):
+            continue
+        if name != "exception" and len(value) > MOST_CHARACTERS:
+            value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
+        if not value.isprintable():
+            value = _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            if name != "exception":
+                value = value.replace("\n", "\n    ")
+        event[name] = value
+    return event
 
 
 class _Sink:

@@ -1,11 +1,18 @@
-"""What a child process does for its parent: leave when the parent is gone."""
+"""How a child process ends: with its parent, and without tearing down what other threads still use.
+
+Run as a script, it binds a program that knows nothing of it: ``process.py PARENT_PID PROGRAM [ARGUMENTS]`` takes the
+program's place. Imports the standard library alone, so any interpreter can run it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 DIE_WITH_PARENT = "MILLRACE_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
@@ -17,8 +24,45 @@ def die_with_parent_if_asked() -> None:
     Without it a launcher that is killed with -9 would leave a whole run behind. Linux only; elsewhere nothing happens.
     """
     parent = os.environ.get(DIE_WITH_PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
+    if parent is not None:
+        _die_with(int(parent), signal.SIGTERM)
+
+
+def bound_to_this_process(command: Sequence[str]) -> list[str]:
+    """A command line that the kernel kills with SIGKILL when the thread that starts it ends, by whatever death."""
+    return [sys.executable, "-I", __file__, str(os.getpid()), *command]
+
+
+def _die_with(parent: int, how: signal.Signals) -> None:
+    if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the line above, or somebody else started us
-        os.kill(os.getpid(), signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, how, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above, or somebody else started us
+        os.kill(os.getpid(), how)
+
+
+def run_and_leave(main: Callable[[], int]) -> NoReturn:
+    """Leave with the exit code of ``main``, everything written, but without tearing down the interpreter.
+
+    For processes that were in a gloo group: its worker threads may be about to drop the last reference to a tensor, for
+    which they ask for the interpreter; one that is being torn down ends the thread inside a destructor, and the process
+    dies of SIGABRT ("terminate called without an active exception") after its work was done.
+    """
+    exit_code = 1
+    try:
+        exit_code = main()
+    finally:
+        kind, error, trace = sys.exc_info()
+        if isinstance(error, SystemExit):  # of an argument that was wrong, told already
+            exit_code = int(error.code or 0)
+        elif kind is not None and error is not None:
+            sys.excepthook(kind, error, trace)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    _die_with(int(sys.argv[1]), signal.SIGKILL)
+    os.execvp(sys.argv[2], sys.argv[2:])  # which keeps what was asked of the kernel

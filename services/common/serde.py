@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import orjson
-from google.protobuf.duration_pb2 import Duration as ProtoDuration
-from google.protobuf.timestamp_pb2 import Timestamp as ProtoTimestamp
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, training_pb2, trajectory_pb2, weights_pb2
+from services.common.serde_time import duration_from_proto as duration_from_proto
+from services.common.serde_time import duration_to_proto as duration_to_proto
+from services.common.serde_time import timestamp_from_proto as timestamp_from_proto
+from services.common.serde_time import timestamp_to_proto as timestamp_to_proto
+from services.common.serde_timing import timing_from_proto, timing_to_proto
 from services.common.types import (
     FetchPlan,
     MinibatchTotals,
@@ -55,24 +58,6 @@ _PURPOSE_TO_PROTO = {
     Purpose.EVALUATION: trajectory_pb2.PURPOSE_EVALUATION,
 }
 _PURPOSE_FROM_PROTO = {number: purpose for purpose, number in _PURPOSE_TO_PROTO.items()}
-
-
-def timestamp_to_proto(seconds: float) -> ProtoTimestamp:
-    whole = int(seconds // 1)
-    return ProtoTimestamp(seconds=whole, nanos=min(999_999_999, int((seconds - whole) * 1e9)))
-
-
-def timestamp_from_proto(proto: ProtoTimestamp) -> float:
-    return proto.seconds + proto.nanos * 1e-9
-
-
-def duration_to_proto(seconds: float) -> ProtoDuration:
-    whole = int(seconds)
-    return ProtoDuration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def duration_from_proto(proto: ProtoDuration) -> float:
-    return proto.seconds + proto.nanos * 1e-9
 
 
 def interval_to_proto(interval: Interval) -> pool_pb2.Interval:
@@ -148,6 +133,7 @@ def trajectory_to_proto(trajectory: Trajectory) -> trajectory_pb2.Trajectory:
         metrics=dict(trajectory.metrics),
         started_at=timestamp_to_proto(trajectory.started_at),
         finished_at=timestamp_to_proto(trajectory.finished_at),
+        timing=timing_to_proto(trajectory.timing),
     )
 
 
@@ -161,12 +147,19 @@ def trajectory_from_proto(proto: trajectory_pb2.Trajectory, replica_id: str = ""
         started_at=timestamp_from_proto(proto.started_at),
         finished_at=timestamp_from_proto(proto.finished_at),
         replica_id=replica_id,
+        timing=timing_from_proto(proto.timing),
     )
 
 
 def failure_to_proto(failure: RolloutFailure) -> trajectory_pb2.RolloutFailure:
     return trajectory_pb2.RolloutFailure(
-        task_group_id=failure.task_group_id, index=failure.index, reason=failure.reason, detail=failure.detail
+        task_group_id=failure.task_group_id,
+        index=failure.index,
+        reason=failure.reason,
+        detail=failure.detail,
+        started_at=timestamp_to_proto(failure.started_at),
+        finished_at=timestamp_to_proto(failure.finished_at),
+        timing=timing_to_proto(failure.timing),
     )
 
 
@@ -177,6 +170,9 @@ def failure_from_proto(proto: trajectory_pb2.RolloutFailure, replica_id: str = "
         reason=proto.reason,
         detail=proto.detail,
         replica_id=replica_id,
+        started_at=timestamp_from_proto(proto.started_at),
+        finished_at=timestamp_from_proto(proto.finished_at),
+        timing=timing_from_proto(proto.timing),
     )
 
 

@@ -11,9 +11,12 @@ import asyncio
 import contextvars
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from services.common.watchdog import StuckThread
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +24,10 @@ class _Call:
     work: Callable[[], Any]
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Any]
+    what: str = ""
     begun: bool = False
+    begun_at: float = 0.0
+    thread_id: int = 0
     abandoned: bool = False
 
 
@@ -37,12 +43,13 @@ class DaemonThreads:
         self._num_idle = 0
         self._num_waiting = 0  # calls that no thread has begun or skipped
         self.num_stalled = 0
+        self._running: set[_Call] = set()  # given up or not
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Like ``asyncio.to_thread``; cancelling gives the call up, wherever it is."""
         loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
-        call = _Call(lambda: context.run(function, *arguments), loop, loop.create_future())
+        call = _Call(lambda: context.run(function, *arguments), loop, loop.create_future(), _name_of(function))
         with self._lock:
             self._waiting.put(call)
             self._num_waiting += 1
@@ -53,6 +60,14 @@ class DaemonThreads:
         except asyncio.CancelledError:
             self._give_up(call)
             raise
+
+    def overdue(self, limit_s: float) -> StuckThread | None:
+        """The call that has run longest, given up or not, if that is longer than this."""
+        with self._lock:
+            oldest = min(self._running, key=lambda call: call.begun_at, default=None)
+            if oldest is None or (seconds := time.monotonic() - oldest.begun_at) < limit_s:
+                return None
+            return StuckThread(oldest.what, seconds, oldest.thread_id)
 
     def _start_one(self) -> None:
         self._num_threads += 1
@@ -78,12 +93,15 @@ class DaemonThreads:
                 if call.abandoned:
                     continue
                 call.begun = True
+                call.begun_at, call.thread_id = time.monotonic(), threading.get_ident()
+                self._running.add(call)
             result, error = None, None
             try:
                 result = call.work()
             except BaseException as raised:  # noqa: BLE001 - goes to whoever waits, whatever it is
                 error = raised
             with self._lock:
+                self._running.discard(call)
                 if call.abandoned:  # somebody took this thread's place
                     self.num_stalled -= 1
                     return
@@ -93,6 +111,11 @@ class DaemonThreads:
             except RuntimeError:
                 pass  # the loop is closed: nobody waits
             del call, result, error  # or an idle thread would keep them
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '')}.{name}"
 
 
 def _answer(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -136,6 +136,42 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPhase:
+    """One thing that a rollout did or waited for.
+
+    >>> RolloutPhase(what="generate", begin_s=0.5, seconds=1.0, policy="model0", num_tokens=64).end_s
+    1.5
+    """
+
+    what: str  # generate, create_episode, step, close_episode, execute_code, compute_reward, judge or retry
+    begin_s: float  # from the rollout's start
+    seconds: float
+    policy: str = ""  # that generated
+    num_tokens: int = 0
+    first_version: int = -1  # oldest and newest that computed one of these tokens
+    last_version: int = -1
+    detail: str = ""  # what came of it, in a few words
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTiming:
+    """When a rollout was where, in seconds since the epoch on the replica's clock; 0 is unknown. For people."""
+
+    accepted_at: float = 0.0  # the order came; before the start by what it waited for a free slot
+    sent_at: float = 0.0  # the record was written to the stream, for the last time
+    num_sends: int = 0
+    num_retries: int = 0  # played again after an infrastructure failure
+    phases: tuple[RolloutPhase, ...] = ()  # in order of beginning
+
+
+NO_TIMING = RolloutTiming()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The record of one rollout: slot ``index`` of a task group."""
 
@@ -147,6 +183,7 @@ class Trajectory:
     started_at: float = 0.0  # seconds since the epoch, on the replica's clock
     finished_at: float = 0.0
     replica_id: str = ""
+    timing: RolloutTiming = NO_TIMING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +195,9 @@ class RolloutFailure:
     reason: str  # short and countable, e.g. "PromptTooLong", "InfrastructureError"
     detail: str = ""
     replica_id: str = ""
+    started_at: float = 0.0  # seconds since the epoch, on the replica's clock; 0 when it never began
+    finished_at: float = 0.0
+    timing: RolloutTiming = NO_TIMING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

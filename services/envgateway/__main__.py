@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from services.common import logs
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.services import MetricsConfig
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.common.security import identity
@@ -49,21 +51,32 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        config, run_id, redis_uri, needs_keys = _told(arguments)
+        told = _told(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        sandbox = SandboxPool.start_before_threads(config.sandbox)
+        sandbox = SandboxPool.start_before_threads(told.config.sandbox)
         # Only now: what the sandbox was forked from has read no keys.
-        check_keys_are_there(needs_keys, identity.configure(Role.ENVGATEWAY))
+        check_keys_are_there(told.needs_keys, identity.configure(Role.ENVGATEWAY))
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
-        asyncio.run(serve(config, sandbox, run_id, redis_uri))
+        asyncio.run(
+            serve(told.config, sandbox, told.run_id, told.redis_uri, metrics=told.metrics, run_dir=arguments.run_dir)
+        )
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 
 
-def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str, bool]:
-    """The settings, the id of the run, the URI of Redis, and whether the run wants TLS."""
-    section, run_id, needs_keys = None, "", False
+class _Told(NamedTuple):
+    """What arguments, recipe and variables come to."""
+
+    config: EnvGatewayConfig
+    run_id: str = ""
+    redis_uri: str = ""
+    needs_keys: bool = False
+    metrics: MetricsConfig = MetricsConfig()
+
+
+def _told(arguments: argparse.Namespace) -> _Told:
+    section, run_id, needs_keys, metrics = None, "", False, MetricsConfig()
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -71,7 +84,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str, bo
             recipe = load_recipe(arguments.recipe, arguments.overrides)
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
-        section, run_id = recipe.envgateway, recipe.run.id or ""
+        section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
         needs_keys = recipe.needs_keys
     config, redis_uri = with_variables(section)
     if section is None:
@@ -81,7 +94,7 @@ def _told(arguments: argparse.Namespace) -> tuple[EnvGatewayConfig, str, str, bo
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
-    return config, run_id, redis_uri, needs_keys
+    return _Told(config, run_id, redis_uri, needs_keys, metrics)
 
 
 if __name__ == "__main__":

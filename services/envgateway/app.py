@@ -9,12 +9,18 @@ sandbox <- judge <- queue <- tools <- environments <- episodes <- server
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.services import MetricsConfig
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
+from services.common.prometheus.serving import serve_metrics
+from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
+from services.common.watchdog import Watchdog
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
@@ -23,6 +29,7 @@ from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
+from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.interceptor import ClientInterceptor
@@ -36,18 +43,35 @@ from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.tools.builtin import built_in_tools
 from services.envgateway.tools.registry import ToolBox, load_tools
 
+THREAD_OVERDUE_S = 20.0  # of one call of what others wrote, before its stack is logged
+_ACTIVITIES = {
+    "/millrace.v1.EnvironmentService/": "playing episodes",
+    "/millrace.v1.CodeExecutionService/": "running programs",
+    "/millrace.v1.JudgeService/": "judging programs",
+    "/millrace.v1.RewardService/": "computing rewards",
+}
+
 
 class Gateway:
     """One gateway process. The sandbox was started before this module, and with it grpc, was imported."""
 
     def __init__(
-        self, config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None
+        self,
+        config: EnvGatewayConfig,
+        sandbox: SandboxPool,
+        run_id: str = "",
+        redis_uri: str | None = None,
+        *,
+        metrics: MetricsConfig | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
         self._sandbox = sandbox
+        self._metrics = metrics or MetricsConfig()
+        self._run_dir = run_dir
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
-        self._rewards = Rewards(self._math, self.queue)
+        self._rewards = Rewards(self._math, self.queue, config.rewards)
         self._tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
@@ -57,13 +81,15 @@ class Gateway:
         environments = self._environments
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
+        self._account = TimeAccount("envgateway", rest=Activity("waiting for calls", on="inference"))
+        self._watchdog = Watchdog(probes={"environments, rewards and tools": lambda: THREADS.overdue(THREAD_OVERDUE_S)})
         self.server = Server(
             service="envgateway",
             instance_id="envgateway",
             host=config.host,
             port=config.port,
             run_id=run_id,
-            interceptors=[ClientInterceptor()],
+            interceptors=[ClientInterceptor(), AccountInterceptor(self._account, _ACTIVITIES)],
         )
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,
@@ -81,14 +107,17 @@ class Gateway:
         self.server.add(
             pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
         )
+        self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})
         self.http = _make_http(config, self.queue, self._rewards)
         self.task_server = _make_task_server(config, self._episodes, environments)
 
     async def start(self) -> int:
         """Serve; returns the port of gRPC."""
+        self._watchdog.start()
         self.queue.start()
         port = await self.server.start()
+        await serve_metrics(self.server, self._metrics, METRICS, name="envgateway", run_dir=self._run_dir)
         if self.http is not None:
             await self.http.start()
         if self.task_server is not None:
@@ -107,6 +136,7 @@ class Gateway:
         await self._tasks.close()
         await self._episodes.close_all()
         await self._environments.close()
+        self._watchdog.stop()
         await self.queue.close()
         await asyncio.gather(self._math.close(), self._sandbox.close())
 
@@ -117,6 +147,7 @@ class Gateway:
             **self._environments.gauges,
             "episodes_live": float(self._episodes.num_live),
             "stalled_threads": float(THREADS.num_stalled),
+            "oldest_thread_s": stuck.seconds if (stuck := THREADS.overdue(0.0)) is not None else 0.0,
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
             **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
             **{f"rewards_{name}": float(n) for name, n in self._rewards.counts.items()},
@@ -152,9 +183,17 @@ def _make_task_server(
     return TaskServer(config.task_server, config.host, episodes, environments, idle_s=config.episode_lease_s)
 
 
-async def serve(config: EnvGatewayConfig, sandbox: SandboxPool, run_id: str = "", redis_uri: str | None = None) -> None:
+async def serve(
+    config: EnvGatewayConfig,
+    sandbox: SandboxPool,
+    run_id: str = "",
+    redis_uri: str | None = None,
+    *,
+    metrics: MetricsConfig | None = None,
+    run_dir: Path | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT."""
-    gateway = Gateway(config, sandbox, run_id, redis_uri)
+    gateway = Gateway(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=run_dir)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")

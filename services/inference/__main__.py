@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from services.common.errors import MillraceError
 from services.common.process import die_with_parent_if_asked
@@ -26,6 +27,18 @@ def main() -> None:
     )
     parser.add_argument("--replica-id", default=None, help="the replica's name in the pool; left out, its --name")
     parser.add_argument("--port", type=int, default=None, help="gRPC port instead of the recipe's; 0 takes a free one")
+    parser.add_argument(
+        "--host",
+        default=None,
+        help="bind address instead of the recipe's: where other machines fetch weights from here",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="where this machine has starting checkpoints of the run, and logs go; left out, the orchestrator's run directory",
+    )
     parser.add_argument("--num-slots", type=int, default=None, help="rollouts at once instead of the recipe's number")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
@@ -43,6 +56,8 @@ def main() -> None:
                 replica_id=arguments.replica_id or arguments.name,
                 port=arguments.port,
                 num_slots=arguments.num_slots,
+                host=arguments.host,
+                run_dir=arguments.run_dir,
             )
         )
     except MillraceError as error:

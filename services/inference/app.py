@@ -12,48 +12,68 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
 from services.common.errors import DeadlineError
+from services.common.hosts import host_of
 from services.common.logs import bind, configure
+from services.common.loopback import is_loopback
 from services.common.pb import pool_pb2_grpc
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.channel import channel
+from services.common.rpc.peer_watch import PeerWatch
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.server import Server
 from services.common.security.roles import Peer
 from services.common.transfer.serving import add_weight_service
 from services.common.transfer.source import PayloadSource
+from services.common.watchdog import Watchdog
 from services.inference.config import replica_config
 from services.inference.emission import EmissionLog
-from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
+from services.inference.gateway_client import GATEWAY, GatewayClient
 from services.inference.loading import LoadedPolicy, load_policy
 from services.inference.pool_client import PoolClient, ReplicaIdentity
+from services.inference.prometheus import METRICS
 from services.inference.replica import Replica
 from services.inference.rollout import RolloutPlayer
 from services.inference.trajectory_sender import TrajectorySender
 from services.inference.workflows.registry import build_workflows
+from services.inference.workflows.rewards import REWARD_THREADS
 
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # for the last acknowledgements, after the last rollout
+REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
 STOP_TIMEOUT_S = 5.0  # the same, when a signal ends the process
 # The engine's thread and the event loop share the interpreter; the default of 5 ms would stall one for the other.
 SWITCH_INTERVAL_S = 0.0005
 
 
 async def run_replica(
-    *, orchestrator: str, name: str, replica_id: str, port: int | None, num_slots: int | None
+    *,
+    orchestrator: str,
+    name: str,
+    replica_id: str,
+    port: int | None,
+    num_slots: int | None,
+    host: str | None = None,
+    run_dir: Path | None = None,
 ) -> None:
     """Serve until drained, SIGTERM or a failure. Raises ``MillraceError`` with what to do."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure("inference", None, f"inference-{replica_id}")
     settings = await fetch_run(orchestrator)
-    config = replica_config(settings.recipe, name, port, num_slots)
-    run_dir = settings.run_dir if settings.run_dir.is_dir() else None  # elsewhere when the replica is far away
-    configure("inference", run_dir, f"inference-{replica_id}")
+    config = replica_config(settings.recipe, name, port, num_slots, host)
+    if run_dir is not None:
+        settings = replace(settings, run_dir=run_dir)
+    # The orchestrator's own is elsewhere when the replica is far away.
+    here = settings.run_dir if settings.run_dir.is_dir() else None
+    configure("inference", here, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
     workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
     server = Server(
@@ -70,8 +90,12 @@ async def run_replica(
     bulk_wanted = any("bulk" in section.transports for section in sections)
     await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
     await server.start()
-    emissions, waits = EmissionLog(), WaitShares(config.num_slots)
-    gateway = GatewayClient(waits)
+    emissions = EmissionLog()
+    account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
+    gateway = GatewayClient(account)
+    gateway_watch = PeerWatch(GATEWAY, lambda: gateway.address)
+    watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
+    watchdog.start()
     policies: dict[str, LoadedPolicy] = {}
     endpoint = None
     if config.endpoint.port is not None:
@@ -79,11 +103,14 @@ async def run_replica(
 
         endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
     try:
+        await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=here)
         if endpoint is not None:
             await endpoint.start()
         for policy in config.policies or settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
-            policies[policy] = await asyncio.to_thread(load_policy, policy, settings, config, emissions.on_tokens)
+            policies[policy] = await asyncio.to_thread(
+                load_policy, policy, settings, config, emissions.on_tokens, owner=replica_id
+            )
             await policies[policy].served.engine.start()
             if (relay := policies[policy].relay) is not None:
                 relays[policy] = relay
@@ -100,11 +127,21 @@ async def run_replica(
                 replica_id=replica_id,
                 num_slots=config.num_slots,
                 infra_retries=settings.recipe.rollout.infra_retries,
-                waits=waits,
+                account=account,
                 endpoint=endpoint,
+                timed=settings.recipe.rollout.timing,
             )
-            replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
-            weights_address = server.address if relays else ""
+            replica = Replica(
+                policies=policies,
+                player=player,
+                gateway=gateway,
+                emissions=emissions,
+                account=account,
+                more_accounts=(sender.account,),
+                gateway_state=gateway_watch.state,
+            )
+            server.set_accounts(replica.accounts)
+            weights_address = server.address if relays and _is_reached_at(config.host, orchestrator) else ""
             identity = ReplicaIdentity(
                 replica_id=replica_id,
                 incarnation=incarnation,
@@ -117,14 +154,20 @@ async def run_replica(
                 lambda: _gauges(player, sender, policies),
                 lambda: {"engine": config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
             )
-            await _serve(replica, player, sender, pool, policies, server)
+            await _serve(replica, player, sender, pool, policies, server, gateway_watch)
     finally:
+        watchdog.stop()
         if endpoint is not None:
             await endpoint.stop()
         await gateway.stop()
         for loaded in policies.values():
             await loaded.served.engine.stop()
         await server.stop()
+
+
+def _is_reached_at(host: str, orchestrator: str) -> bool:
+    """Whether other replicas may reach this one there: not at loopback when the run spans several machines."""
+    return not is_loopback(host) or is_loopback(host_of(orchestrator))
 
 
 async def _serve(
@@ -134,12 +177,14 @@ async def _serve(
     pool: PoolClient,
     policies: Mapping[str, LoadedPolicy],
     server: Server,
+    gateway_watch: PeerWatch,
 ) -> None:
     async with TaskOwner() as tasks:
         for policy, loaded in policies.items():
             tasks.start(loaded.weights.run(), f"weights of {policy}")
         tasks.start(sender.run(), "trajectories")
         tasks.start(replica.watch_engines(), "engines")
+        tasks.start(gateway_watch.run(), "gateway watch")
         membership = tasks.start(pool.run(), "pool membership")
         drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
         stop = tasks.start(server.wait_for_stop(), "stop signal")
@@ -174,12 +219,29 @@ async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: 
 
 def _gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
     counters = player.counters
+    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
     return {
+        "slots": player.num_slots,
         "free_slots": player.num_free_slots,
         "running_rollouts": player.num_running,
         "unacknowledged_records": sender.num_unacknowledged,
         "trajectories": counters.trajectories,
         "failures": counters.failures,
         "retries": counters.retries,
+        "cancelled": counters.cancelled,
+        "record_streams": sender.num_streams,
+        **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
+        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
+        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
+        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
         **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
+        **{
+            f"weights/{policy}/{k}": v
+            for policy, loaded in policies.items()
+            for k, v in loaded.weights.gauges().items()
+        },
     }
+
+
+def _short(outcome: str) -> str:
+    return outcome.removeprefix("RECORD_OUTCOME_").lower()

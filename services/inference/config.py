@@ -8,7 +8,9 @@ from services.common.config.recipe import Recipe
 from services.common.config.services import InferenceConfig
 
 
-def replica_config(recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None) -> InferenceConfig:
+def replica_config(
+    recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None, host: str | None = None
+) -> InferenceConfig:
     """The section ``inference.<name>``, with what the command line changes.
 
     A name that the recipe lacks takes the first section's settings on a free port, so that further replicas can join.
@@ -20,6 +22,8 @@ def replica_config(recipe: Recipe, name: str, port: int | None = None, num_slots
         changes["endpoint"] = config.endpoint.model_copy(update={"port": 0})
     if port is not None:
         changes["port"] = port
+    if host is not None:
+        changes["host"] = host
     if num_slots is not None:
         changes["num_slots"] = num_slots
     return config.model_copy(update=changes)

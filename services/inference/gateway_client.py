@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -16,13 +15,13 @@ from typing import TypeVar
 import grpc
 import orjson
 
+from services.common.accounts import TimeAccount
 from services.common.aio import deadline
 from services.common.errors import CapacityError, ConfigError, InfrastructureError
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.rpc.channel import DEADLINES, channel, translated_errors
 from services.common.security.roles import Peer
 from services.common.types import Task
-from services.inference.gauges import WaitShares
 from services.inference.serde_judge import judge_request, outcomes_from_proto
 from services.inference.workflows.base import (
     CaseOutcome,
@@ -36,6 +35,7 @@ from services.inference.workflows.base import (
 
 T = TypeVar("T")
 
+GATEWAY = "envgateway"  # in time accounts
 EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
 CAPACITY_WAIT_S = 120.0
 JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway gives up by itself then
@@ -55,8 +55,8 @@ _STATUS = {
 class GatewayClient:
     """One channel for all rollouts of a replica. ``connect`` is called once the orchestrator has told the address."""
 
-    def __init__(self, waits: WaitShares) -> None:
-        self._waits = waits
+    def __init__(self, account: TimeAccount) -> None:
+        self._account = account
         self._channels: list[grpc.aio.Channel] = []
         self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
         self._execution: environment_pb2_grpc.CodeExecutionServiceAsyncStub | None = None
@@ -173,17 +173,16 @@ class GatewayClient:
 
     async def _call(self, what: str, timeout: float, call: Callable[[], Awaitable[T]]) -> T:
         """Call, waiting as the gateway asks while it is full, and for the answer as long as the call may take."""
-        began = time.perf_counter()
-        try:
+        with self._account.during(f"waiting for {what}", on=GATEWAY) as wait:
             async with deadline(CAPACITY_WAIT_S + timeout, f"{what} at the environment gateway {self.address}"):
                 while True:
                     try:
                         with translated_errors(f"environment gateway {self.address}"):
                             return await call()
                     except CapacityError as error:
+                        wait.note(error.message)
                         await asyncio.sleep(error.retry_after_s or DEFAULT_RETRY_S)
-        finally:
-            self._waits.add(what, time.perf_counter() - began)
+        raise AssertionError("unreachable: the loop returns or raises")
 
     def _connected(self, stub: T | None) -> T:
         if stub is None:

@@ -5,13 +5,16 @@ The scripted engine needs neither torch nor a tokenizer nor a checkpoint, and no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
+from services.common.config.placement import engine_numbers
 from services.common.config.services import InferenceConfig
-from services.common.errors import ConfigError
 from services.common.rpc.run_client import RunSettings
 from services.common.transfer.source import PayloadSource
 from services.common.types import FetchPlan, WeightTransfer, WeightVersion
@@ -22,11 +25,16 @@ from services.inference.policies import ServedPolicy
 from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
+if TYPE_CHECKING:
+    from services.inference.weights.mirror import Mirror
+
 OnTokens = Callable[[int, float], None]
 
 
 class WeightsFollower(Protocol):
     """Keeps one engine on the newest version."""
+
+    account: TimeAccount  # of the policy's weights
 
     def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
     def held(self) -> WeightVersion: ...
@@ -44,15 +52,18 @@ class LoadedPolicy:
     relay: PayloadSource | None = None  # where others may fetch them; None when there are none
 
 
-def load_policy(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
-    """Build one policy; takes seconds with a model. Raises ``ConfigError`` or ``ModelMismatchError``."""
+def load_policy(
+    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, *, owner: str = ""
+) -> LoadedPolicy:
+    """Build one policy; takes seconds with a model. ``owner`` is the replica, for the names of what it leaves on disk.
+
+    Raises ``ConfigError`` or ``ModelMismatchError``.
+    """
     if config.engine == "scripted":
         return _load_scripted(policy, settings, config, on_tokens)
     if config.engine in ("torch", "forced"):
         return _load_torch(policy, settings, config, on_tokens)
-    raise ConfigError(
-        f"inference: engine {config.engine} cannot be started by this version; write engine: torch, forced or scripted"
-    )
+    return _load_sglang(policy, settings, config, on_tokens, owner or "replica")
 
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
@@ -78,10 +89,6 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.forced import ForcedEngine
     from services.inference.engine.torch_engine import TorchEngine
-    from services.inference.weights.fetcher import SourceFetcher
-    from services.inference.weights.mirror import Mirror
-    from services.inference.weights.relay import Relay
-    from services.inference.weights.updater import WeightUpdater
 
     script = None
     if config.engine == "forced":  # before the model: a wrong setting costs a second
@@ -94,14 +101,7 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     model = load_model(path, section.trainer.master_dtype)
     tokenizer = load_tokenizer(path)
     check_model_matches(model, tokenizer=tokenizer)
-    mirror = Mirror(policy)
-    mirror.fill(
-        named_weights(model),
-        run_id=settings.run_id,
-        version=0,
-        dtype=section.weights.publish_dtype,
-        algorithm=settings.recipe.digest_algorithm(policy),
-    )
+    mirror = _filled_mirror(policy, settings, named_weights(model))
     model = model.to(getattr(torch, config.dtype))
     # What the master type has beyond the published one must go: deltas change some elements, the others are that version's.
     published = mirror.host_tensors()
@@ -122,6 +122,77 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     served = ServedPolicy(
         name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script
     )
+    return _followed(served, settings, mirror)
+
+
+def _load_sglang(
+    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
+) -> LoadedPolicy:
+    from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.sglang.build import build_engine
+    from services.inference.engine.sglang.environment import own_gpus
+
+    section = settings.recipe.policies[policy]
+    path = settings.recipe.model_path(policy, settings.run_dir)
+    # Each element is cast as the trainer casts it, so through its master type unless that is the widest.
+    master, published = section.trainer.master_dtype, section.weights.publish_dtype
+    model = load_model(path, published if master == "float32" else master)
+    tokenizer = load_tokenizer(path)
+    check_model_matches(model, tokenizer=tokenizer)
+    mirror = _filled_mirror(policy, settings, named_weights(model))
+    del model
+    served_policies = config.policies or list(settings.recipe.policies)
+    numbers = engine_numbers(config, served_policies)
+    gpus = own_gpus(config)
+    before = sum(numbers[other] for other in served_policies[: served_policies.index(policy)])
+    parallel = config.sglang.tensor_parallel
+    number = numbers[policy]
+    if not config.gpus and not config.engines and len(served_policies) == 1:
+        number = max(1, len(gpus) // parallel)  # all the GPUs that the environment shows
+    engine = build_engine(
+        config,
+        name=f"{owner}-{policy}",
+        model_path=str(path),
+        context_length=section.model.context_length,
+        tensors=mirror.host_tensors(),
+        number=number,
+        gpus=gpus[before * parallel : (before + number) * parallel],
+        directory=_directory(settings),
+        on_tokens=on_tokens,
+    )
+    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
+    return _followed(served, settings, mirror)
+
+
+def _directory(settings: RunSettings) -> Path:
+    """The run's, where this machine sees it."""
+    if settings.run_dir.is_dir():
+        return settings.run_dir
+    return Path(tempfile.gettempdir()) / f"millrace-{settings.run_id}"
+
+
+def _filled_mirror(policy: str, settings: RunSettings, weights: Mapping[str, Any]) -> Mirror:
+    """The mirror with the weights of the checkpoint, version 0."""
+    from services.inference.weights.mirror import Mirror
+
+    mirror = Mirror(policy)
+    mirror.fill(
+        weights,
+        run_id=settings.run_id,
+        version=0,
+        dtype=settings.recipe.policies[policy].weights.publish_dtype,
+        algorithm=settings.recipe.digest_algorithm(policy),
+    )
+    return mirror
+
+
+def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> LoadedPolicy:
+    """A policy whose engine follows the published versions."""
+    from services.inference.weights.fetcher import SourceFetcher
+    from services.inference.weights.relay import Relay
+    from services.inference.weights.updater import WeightUpdater
+
     relay = Relay(mirror)
-    fetcher = SourceFetcher(lambda: settings.run_id, section.weights.transports, relay)
-    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, engine, fetcher), relay=relay)
+    transports = settings.recipe.policies[served.name].weights.transports
+    fetcher = SourceFetcher(lambda: settings.run_id, transports, relay)
+    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, served.engine, fetcher), relay=relay)

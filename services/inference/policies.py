@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.types import Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
-from services.inference.gauges import WaitShares
 from services.inference.scripts.base import Scene, ScriptBook
+from services.inference.timing import RolloutClock
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -26,22 +26,36 @@ class ServedPolicy:
     script: ScriptBook | None = None  # chooses what a forced engine says, in training and in evaluation
 
 
+def engine_name(policy: str) -> str:
+    """What the engine of a policy is called in time accounts, within its replica."""
+    return f"engine/{policy}"
+
+
 class RolloutPolicy:
     """Names and seeds the requests of one rollout: equal rollouts draw equal numbers, whatever runs beside them.
 
     ``scene`` is the rollout as scripts see it; only a policy with a script asks it what to say.
     """
 
-    __slots__ = ("_num_requests", "_policy", "_request_prefix", "_scene", "_seed", "_waits")
+    __slots__ = ("_account", "_clock", "_lane", "_num_requests", "_policy", "_request_prefix", "_scene", "_seed")
 
     def __init__(
-        self, policy: ServedPolicy, *, request_prefix: str, seed: int, waits: WaitShares, scene: Scene | None = None
+        self,
+        policy: ServedPolicy,
+        *,
+        request_prefix: str,
+        seed: int,
+        account: TimeAccount,
+        scene: Scene | None = None,
+        clock: RolloutClock | None = None,
     ) -> None:
         self._policy = policy
         self._request_prefix = request_prefix
         self._seed = seed
-        self._waits = waits
+        self._account = account
+        self._lane = account.here()  # an agent outside calls from another task
         self._scene = scene
+        self._clock = clock or RolloutClock(enabled=False)
         self._num_requests = 0
 
     @property
@@ -70,11 +84,12 @@ class RolloutPolicy:
             forced_ids=self._words_to_say(prompt_ids),
             watch=watch,
         )
-        began = time.perf_counter()
-        try:
+        with (
+            self._account.during("generating", on=engine_name(self.name), lane=self._lane),
+            self._clock.phase("generate", self.name) as phase,
+        ):
             generation = await self._policy.engine.generate(request)
-        finally:
-            self._waits.add("generation", time.perf_counter() - began)
+            phase.segments, phase.detail = generation.segments, generation.finish_reason.value
         if request.forced_ids is not None and self._scene is not None:
             self._scene.heard(self.name, self.chat.decode(generation.token_ids))
         return generation

@@ -19,6 +19,7 @@ from typing import Protocol
 import grpc
 import structlog
 
+from services.common.accounts import AccountState, PeerState
 from services.common.aio import backoff
 from services.common.errors import AccessError, DeadlineError, LeaseLostError, MillraceError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
@@ -26,6 +27,7 @@ from services.common.rpc.channel import DEADLINES, translated_errors
 from services.common.rpc.refusals import refusal_behind
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import fetch_plan_from_proto, interval_to_proto, order_from_proto, weight_version_from_proto
+from services.common.serde_accounts import account_to_proto, peer_to_proto
 from services.common.serde_transfers import weight_transfer_to_proto
 from services.common.types import FetchPlan, TaskGroupOrder, WeightTransfer, WeightVersion
 
@@ -60,6 +62,8 @@ class ReplicaReport:
     emission_intervals: tuple[tuple[float, float], ...]  # since the last report
     gauges: Mapping[str, float]
     weight_transfers: tuple[WeightTransfer, ...] = ()  # since the last report
+    accounts: tuple[AccountState, ...] = ()
+    peers: tuple[PeerState, ...] = ()
 
 
 class PoolMember(Protocol):
@@ -261,6 +265,8 @@ class PoolClient:
             emission_intervals=[interval_to_proto(interval) for interval in self._unreported],
             gauges=report.gauges,
             weight_transfers=[weight_transfer_to_proto(transfer) for transfer in self._transfers],
+            accounts=[account_to_proto(account) for account in report.accounts],
+            peers=[peer_to_proto(peer) for peer in report.peers],
         )
         try:
             with translated_errors("orchestrator"):

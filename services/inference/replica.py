@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
+from services.common.accounts import AccountState, PeerState, TimeAccount
 from services.common.errors import InfrastructureError, MillraceError
 from services.common.types import FetchPlan, TaskGroupOrder, WeightVersion
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
 from services.inference.loading import LoadedPolicy
 from services.inference.pool_client import ReplicaReport
 from services.inference.rollout import RolloutPlayer
@@ -31,13 +32,18 @@ class Replica:
         player: RolloutPlayer,
         gateway: GatewayClient,
         emissions: EmissionLog,
-        waits: WaitShares,
+        account: TimeAccount,
+        more_accounts: Iterable[TimeAccount] = (),
+        gateway_state: Callable[[], PeerState | None] = lambda: None,
     ) -> None:
+        """``account`` is that of the slots; ``more_accounts`` are reported beside it and those of the weights."""
         self._policies = policies
         self._player = player
         self._gateway = gateway
         self._emissions = emissions
-        self._waits = waits
+        self._account = account
+        self._more_accounts = tuple(more_accounts)
+        self._gateway_state = gateway_state
         self.drain_requested = asyncio.Event()
 
     # -- commands -----------------------------------------------------------------------------------------------
@@ -76,7 +82,7 @@ class Replica:
 
     def report(self) -> ReplicaReport:
         health = [loaded.served.engine.health() for loaded in self._policies.values()]
-        gauges = self._waits.take()
+        gauges: dict[str, float] = {}
         for loaded in self._policies.values():
             gauges |= loaded.weights.gauges()
         gauges["requests_running"] = float(sum(h.running for h in health))
@@ -89,7 +95,30 @@ class Replica:
             emission_intervals=tuple(self._emissions.take()),
             gauges=gauges,
             weight_transfers=tuple(t for loaded in self._policies.values() for t in loaded.weights.take_transfers()),
+            accounts=self.accounts(),
+            peers=tuple(peer for peer in (self._gateway_state(),) if peer is not None),
         )
+
+    def accounts(self) -> tuple[AccountState, ...]:
+        """Where the time of the slots goes, of the weights of each policy, and of the records on their way."""
+        tokens = sum(loaded.served.engine.health().generated_tokens for loaded in self._policies.values())
+        self._account.set_progress(tokens)
+        self._account.rest(*self._why_idle())
+        weights = (loaded.weights.account.state() for loaded in self._policies.values())
+        return (
+            self._account.state(),
+            *(dataclasses.replace(w, component=f"{self._account.component}/{w.component}") for w in weights),
+            *(account.state() for account in self._more_accounts),
+        )
+
+    def _why_idle(self) -> tuple[str, str]:
+        """What a slot without a rollout waits for, and at whom."""
+        if self.drain_requested.is_set():
+            return "draining", ""
+        for name, loaded in self._policies.items():
+            if loaded.weights.held().number < 0:
+                return "waiting for the first weights", f"{self._account.component}/weights/{name}"
+        return "waiting for task groups", "orchestrator"
 
     async def watch_engines(self) -> None:
         """Raise ``InfrastructureError`` when an engine has died: only a new process helps."""

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import structlog
 import xxhash
 
+from services.common.accounts import TimeAccount
 from services.common.errors import (
     CapacityError,
     DeadlineError,
@@ -32,10 +33,10 @@ from services.common.errors import (
     MillraceError,
     WeightsStaleError,
 )
-from services.common.types import Purpose, RolloutFailure, TaskGroupOrder, Trajectory
-from services.inference.gauges import WaitShares
+from services.common.types import NO_TIMING, Purpose, RolloutFailure, TaskGroupOrder, Trajectory
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Scene
+from services.inference.timing import RolloutClock, TimedGateway
 from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
 
 log = structlog.get_logger(__name__)
@@ -79,18 +80,21 @@ class RolloutPlayer:
         replica_id: str,
         num_slots: int,
         infra_retries: int,
-        waits: WaitShares | None = None,
+        account: TimeAccount | None = None,
         endpoint: Endpoint | None = None,
+        timed: bool = True,
     ) -> None:
+        """``timed``: records say what their rollouts did and when."""
         self._workflows = workflows
         self._policies = policies
         self._gateway = gateway
         self._sink = sink
         self._replica_id = replica_id
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._infra_retries = infra_retries
-        self._waits = waits or WaitShares(num_slots)
+        self._account = account or TimeAccount(f"replica/{replica_id}", num_lanes=num_slots)
         self._endpoint = endpoint
+        self._timed = timed
         self._slots = asyncio.Semaphore(num_slots)
         self._groups: dict[str, dict[int, asyncio.Task[None]]] = {}  # what is being played
         self._tasks: set[asyncio.Task[None]] = set()  # these, and cancelled ones that still clean up
@@ -103,7 +107,7 @@ class RolloutPlayer:
 
     def play(self, order: TaskGroupOrder) -> int:
         """Start the slots of an order that are not known here; returns how many that are."""
-        return self._start(order.task_group_id, order.indices, partial(self._slot, order))
+        return self._start(order.task_group_id, order.indices, partial(self._slot, order, time.time()))
 
     def refuse(self, task_group_id: str, indices: Iterable[int], error: MillraceError) -> None:
         """Fail the slots of an order that cannot be played as it is."""
@@ -139,7 +143,7 @@ class RolloutPlayer:
 
     @property
     def num_free_slots(self) -> int:
-        return max(0, self._num_slots - self.num_running)
+        return max(0, self.num_slots - self.num_running)
 
     @property
     def running_task_group_ids(self) -> tuple[str, ...]:
@@ -166,14 +170,16 @@ class RolloutPlayer:
             del self._groups[task_group_id]
         return started
 
-    async def _slot(self, order: TaskGroupOrder, index: int) -> None:
+    async def _slot(self, order: TaskGroupOrder, accepted_at: float, index: int) -> None:
         async with self._slots:
-            record = await self._record(order, index)
-            if record is not None:
-                await self._hand_over(record)
+            with self._account.lane("running the workflow"):
+                record = await self._record(order, index, RolloutClock(accepted_at, enabled=self._timed))
+                if record is not None:
+                    await self._hand_over(record)
 
     async def _hand_over(self, record: Record) -> None:
-        await self._sink.send(record)
+        with self._account.during("waiting for room to send", on="orchestrator"):
+            await self._sink.send(record)
         if isinstance(record, Trajectory):
             self.counters.trajectories += 1
         else:
@@ -182,34 +188,34 @@ class RolloutPlayer:
                 return
         self._remember((record.task_group_id, record.index))
 
-    async def _record(self, order: TaskGroupOrder, index: int) -> Record | None:
+    async def _record(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Record | None:
         """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
-        started_at = time.time()
         try:
-            outcome = await self._play_in_time(order, index)
+            outcome = await self._play_in_time(order, index, clock)
         except MillraceError as error:
             if not all(p.engine.health().ok for p in self._policies.values()):
                 return None  # no record: another replica plays the slot when this one's lease has run out
-            return self._failure(order.task_group_id, index, error.reason, error.message)
+            return self._failure(order.task_group_id, index, error.reason, error.message, clock)
         except Exception as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
             log.exception("rollout.crashed", task_group=order.task_group_id, index=index)
-            return self._failure(order.task_group_id, index, type(error).__name__, str(error))
+            return self._failure(order.task_group_id, index, type(error).__name__, str(error), clock)
         return Trajectory(
             task_group_id=order.task_group_id,
             index=index,
             sequences=outcome.sequences,
             reward=outcome.reward,
             metrics=outcome.metrics,
-            started_at=started_at,
+            started_at=clock.started_at,
             finished_at=time.time(),
             replica_id=self._replica_id,
+            timing=clock.timing(),
         )
 
-    async def _play_in_time(self, order: TaskGroupOrder, index: int) -> Outcome:
+    async def _play_in_time(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
         limit = asyncio.timeout(order.timeout_s)
         try:
             async with limit:
-                return await self._play_with_retries(order, index)
+                return await self._play_with_retries(order, index, clock)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -217,33 +223,44 @@ class RolloutPlayer:
                 f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
             ) from None
 
-    async def _play_with_retries(self, order: TaskGroupOrder, index: int) -> Outcome:
+    async def _play_with_retries(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
         for attempt in range(self._infra_retries + 1):
             try:
-                return await self._play_once(order, index, attempt)
+                return await self._play_once(order, index, attempt, clock)
             except _RETRYABLE as error:
                 if attempt == self._infra_retries:
                     raise
                 self.counters.retries += 1
+                clock.num_retries += 1
                 log.warning(
                     "rollout.retry", task_group=order.task_group_id, index=index, attempt=attempt, error=str(error)
                 )
-                await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
+                with self._account.during("pausing before another attempt") as wait, clock.phase("retry") as phase:
+                    wait.note(error.message)
+                    phase.detail = error.reason
+                    await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int) -> Outcome:
+    async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int, clock: RolloutClock) -> Outcome:
         self._check_versions(order.required_versions)
         slot = f"{order.task_group_id}/{index}"
         seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
         scene = Scene(order.task, order.purpose, seed)
         policies = {
-            name: RolloutPolicy(policy, request_prefix=f"{slot}/{attempt}", seed=seed, waits=self._waits, scene=scene)
+            name: RolloutPolicy(
+                policy,
+                request_prefix=f"{slot}/{attempt}",
+                seed=seed,
+                account=self._account,
+                scene=scene,
+                clock=clock,
+            )
             for name, policy in self._policies.items()
             if not order.policies or name in order.policies
         }
         context = WorkflowContext(
             policies=policies,
-            gateway=self._gateway,
+            gateway=TimedGateway(self._gateway, clock),
             sampling=order.sampling,
             seed=seed,
             purpose=order.purpose,
@@ -260,10 +277,20 @@ class RolloutPlayer:
                 held = "not served here" if policy is None else f"at version {policy.engine.version}"
                 raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
 
-    def _failure(self, task_group_id: str, index: int, reason: str, detail: str) -> RolloutFailure:
+    def _failure(
+        self, task_group_id: str, index: int, reason: str, detail: str, clock: RolloutClock | None = None
+    ) -> RolloutFailure:
+        """``clock``: of a rollout that began."""
         log.warning("rollout.failed", task_group=task_group_id, index=index, reason=reason, detail=detail)
         return RolloutFailure(
-            task_group_id=task_group_id, index=index, reason=reason, detail=detail, replica_id=self._replica_id
+            task_group_id=task_group_id,
+            index=index,
+            reason=reason,
+            detail=detail,
+            replica_id=self._replica_id,
+            started_at=clock.started_at if clock else 0.0,
+            finished_at=time.time(),
+            timing=clock.timing() if clock else NO_TIMING,
         )
 
     def _remember(self, key: SlotKey) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
 from typing import Protocol
 
 import grpc
 import structlog
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import backoff, deadline
 from services.common.errors import MillraceError
 from services.common.pb import pool_pb2
@@ -29,6 +31,7 @@ from services.common.types import RolloutFailure, Trajectory
 log = structlog.get_logger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
+NOTHING = Activity("nothing to send")
 
 Request = pool_pb2.StreamTrajectoriesRequest
 Response = pool_pb2.StreamTrajectoriesResponse
@@ -55,6 +58,8 @@ class TrajectorySender:
         self._changed = asyncio.Event()  # there is something to write
         self._empty = asyncio.Event()
         self._empty.set()
+        self.account = TimeAccount(f"replica/{replica_id}/records", rest=NOTHING)
+        self._sent_at: dict[int, float] = {}  # of unacknowledged records
         self.outcomes: Counter[str] = Counter()  # RecordOutcome names, e.g. RECORD_OUTCOME_ACCEPTED
         self.num_streams = 0
 
@@ -74,6 +79,12 @@ class TrajectorySender:
         self._empty.clear()
         self._changed.set()
 
+    @property
+    def oldest_s(self) -> float:
+        """How long the oldest record on the present stream has waited for its acknowledgement."""
+        oldest = next(iter(self._sent_at.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
+
     async def wait_until_acknowledged(self, timeout_s: float) -> None:
         """Return when nothing is outstanding; ``DeadlineError`` otherwise."""
         async with deadline(timeout_s, "acknowledgement of all trajectories"):
@@ -92,6 +103,7 @@ class TrajectorySender:
                 log.info("trajectories.stream_ended")
             except MillraceError as error:
                 log.warning("trajectories.stream_broke", error=error.message)
+                self.account.enter("waiting for a new stream", on="orchestrator", detail=error.message)
             self._take_back()
             if sum(self.outcomes.values()) > acknowledged:
                 delays = backoff()
@@ -127,21 +139,36 @@ class TrajectorySender:
             request = self._waiting.popleft()
             number += 1
             request.record_number = number
+            _note_sending(request)
             # Before the write: a record that was written in part has to be sent again, too.
             self._unacknowledged[number] = request
+            self._sent_at[number] = time.monotonic()
+            self.account.enter("waiting for acknowledgements", on="orchestrator")
             await call.write(request)
 
     def _acknowledge(self, ack: pool_pb2.RecordAck) -> None:
         if self._unacknowledged.pop(ack.record_number, None) is None:
             log.warning("trajectories.unknown_ack", record_number=ack.record_number)
             return
+        self._sent_at.pop(ack.record_number, None)
+        self.account.beat()
         name = pool_pb2.RecordOutcome.Name(ack.outcome) if ack.outcome in pool_pb2.RecordOutcome.values() else "?"
         self.outcomes[name] += 1
         self._room.release()
         if not self._waiting and not self._unacknowledged:
             self._empty.set()
+            self.account.enter(*NOTHING)
 
     def _take_back(self) -> None:
         """What the broken stream did not acknowledge goes first on the next one, in its old order."""
         self._waiting.extendleft(reversed(self._unacknowledged.values()))
         self._unacknowledged.clear()
+        self._sent_at.clear()
+
+
+def _note_sending(request: Request) -> None:
+    """What is sent again is on its way since the last time."""
+    record = request.trajectory if request.WhichOneof("record") == "trajectory" else request.failure
+    if record.HasField("timing"):
+        record.timing.sent_at.FromNanoseconds(time.time_ns())
+        record.timing.num_sends += 1

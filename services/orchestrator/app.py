@@ -20,17 +20,21 @@ from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
+from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.binding import check_keys_are_there
+from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
+from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
 from services.orchestrator.journal.writer import Journal, JournalReader
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
-from services.orchestrator.prompt_length import ShortPrompts, with_short_prompts
+from services.orchestrator.prometheus import METRICS
+from services.orchestrator.prompt_length import with_short_prompts
 from services.orchestrator.recovery import recover
 from services.orchestrator.ring import Ring
 from services.orchestrator.servicer_pool import PoolServicer
@@ -74,6 +78,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
     recover(ring, reader)
     reader.close()
+    counted_before = dict(ring.counters)
     port = recipe.orchestrator.port if settings.port is None else settings.port
     server = Server(
         service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
@@ -90,14 +95,18 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     )
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(
-        lambda: {**_task_gauges(tasks_to_train), **_gauges(ring)},
+        lambda: gauges(ring, tasks_to_train, counted_before),
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
+    server.set_accounts(lambda: [ring.standing.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)
     await server.start()
+    await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
+    watchdog = Watchdog()
+    watchdog.start()
     async with TaskOwner() as tasks:
         try:
             tasks.start(Watch(ring).run(), "watch")
@@ -112,6 +121,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
                 if task.done():
                     task.result()
         finally:
+            watchdog.stop()
             failed.cancel()
             await server.stop()
             await journal.close()
@@ -163,23 +173,3 @@ def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader
 
 def _gateway_address(recipe: Recipe) -> str:
     return f"{recipe.envgateway.host}:{recipe.envgateway.port}" if recipe.envgateway is not None else ""
-
-
-def _task_gauges(source: TaskSource) -> dict[str, float]:
-    """Tasks to train on, and how many were left out because their prompts are too long."""
-    left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
-    return {"tasks": float(len(source)), "tasks_too_long": float(left_out)}
-
-
-def _gauges(ring: Ring) -> dict[str, float]:
-    gauges = {
-        "replicas": float(len(ring.pool)),
-        "running": float(ring.pool.num_running),
-        "tokens_per_s": ring.pool.tokens_per_s,
-        "journal_records": float(ring.journal.num_records),
-        "journal_commits": float(ring.journal.num_commits),
-    }
-    for policy, ledger in ring.ledgers.items():
-        gauges[f"version/{policy}"] = float(ledger.newest_number)
-        gauges[f"buffered/{policy}"] = float(ring.experience.buffers[policy].num_sequences)
-    return gauges

@@ -78,6 +78,11 @@ class Dispatcher:
         return self._experience.admission
 
     @property
+    def holds(self) -> Mapping[str, str]:
+        """Why nothing at all may be issued, by name."""
+        return self._holds
+
+    @property
     def held_back(self) -> str:
         """Why nothing at all may be issued; empty when something may."""
         return next(iter(self._holds.values()), "")

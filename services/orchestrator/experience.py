@@ -22,7 +22,7 @@ from services.orchestrator.buffer.replay import ReplayStore
 from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
 from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
-from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.journal.records import BatchRecord, Verdict
 
 
 @dataclass(slots=True)
@@ -91,6 +91,8 @@ class Experience:
         self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
+        self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
+        self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
@@ -106,8 +108,9 @@ class Experience:
         for policy, count in _sequences_per_policy(group.trajectories).items():
             self.admission.returned(policy, count)
 
-    def resolved(self, group: TaskGroup, outcome: Outcome) -> None:
-        """A slot of a training group got its outcome (already kept in the group)."""
+    def resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
+        """A slot of a training group got its outcome (already kept in the group). The last slot brings what becomes of
+        the advantage groups."""
         policies = self.policies_of(group)
         if isinstance(outcome, Trajectory):
             self.admission.resolved(_sequences_per_policy([outcome]), policies)
@@ -121,24 +124,38 @@ class Experience:
                 statistics.num_trajectories += 1
             else:
                 statistics.num_failures += 1
-        if group.complete:
-            self._completed(group)
+        return self._completed(group) if group.complete else []
 
-    def _completed(self, group: TaskGroup) -> None:
-        for advantage_group in advantage_groups(group, self._group_by):
-            self._take_in(advantage_group)
+    def _completed(self, group: TaskGroup) -> list[Verdict]:
+        verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
         if not self._buffered[group.id]:
             del self._buffered[group.id]
             self._on_closed(group.id, "nothing to train")
+        return verdicts
 
-    def _take_in(self, group: AdvantageGroup) -> None:
+    def _take_in(self, group: AdvantageGroup) -> Verdict:
+        outcome, kept = self._judge(group)
+        return Verdict(
+            policy=group.policy,
+            role=group.role,
+            attempt=group.attempt,
+            num_sequences=group.size,
+            num_kept=kept.size if kept else 0,
+            mean=kept.mean if kept else group.mean,
+            std=kept.std if kept else group.std,
+            outcome=outcome,
+        )
+
+    def _judge(self, group: AdvantageGroup) -> tuple[str, AdvantageGroup | None]:
+        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it."""
         policy = group.policy
         config = self._policies[policy]
         _, dropped = dynamic_sampling([group], config.dynamic_sampling)
         if dropped:
             self._since_batch[policy].num_groups_equal += 1
+            self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, "sequences_filtered_equal_rewards")
-            return
+            return "equal_rewards", None
         if config.resample is not None:
             kept = resample_group(group, config.resample)
             left_out = group.size - (kept.size if kept else 0)
@@ -146,17 +163,21 @@ class Experience:
             self._counters["sequences_resampled_away"] += left_out
             if kept is None:
                 self._since_batch[policy].num_groups_equal += 1
-                return
+                return "resampled_away", None
             group = kept
         if config.overlong_penalty is not None:
             group = self._shaped(group, config.overlong_penalty)
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
-        elif not self.buffers[policy].add(group):
+            return "surplus", None
+        if not self.buffers[policy].add(group):
             self._since_batch[policy].num_expired += group.size
             self._drop(group, "sequences_expired")
-        else:
-            self._buffered[group.task_group_id] += 1
+            return "expired", None
+        self._buffered[group.task_group_id] += 1
+        self.num_kept[policy] += group.size
+        self.num_filtered_in_a_row[policy] = 0
+        return "kept", group
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
         shaped, penalties = shape_group(group, config)

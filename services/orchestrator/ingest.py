@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -24,6 +25,8 @@ from services.orchestrator.versions import VersionLedger
 log = structlog.get_logger()
 
 INVALID_RECORD = "INVALID_RECORD"
+MOST_COUNTERS = 256
+_REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class RecordOutcome(enum.StrEnum):
@@ -54,6 +57,7 @@ class Ingest:
         self._pending: dict[tuple[str, int], list[Callable[[RecordOutcome], None]]] = {}
         self.failures_in_a_row = 0  # since the last trajectory
         self.last_failure = ""
+        self.num_durable = 0  # records that this process made durable
 
     def submit(self, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
         """Take a record in; ``answer`` is called once, when its outcome is certain."""
@@ -96,6 +100,7 @@ class Ingest:
 
         def durable() -> None:
             waiting = self._pending.pop(slot)
+            self.num_durable += 1
             # A task group that was cancelled meanwhile wants nothing more.
             if group.id in self._groups and group.resolve(record):
                 self._on_resolved(group, record)
@@ -110,10 +115,16 @@ class Ingest:
             self._journal.submit(records.TRAJECTORY, key, lambda: records.trajectory_to_json(trajectory), durable)
         else:
             failure = record
-            self._counters[f"failures_{failure.reason.lower()}"] += 1
+            self._counters[self._counter_of(failure.reason)] += 1
             self.failures_in_a_row += 1
             self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: records.failure_to_json(failure), durable)
+
+    def _counter_of(self, reason: str) -> str:
+        """Reasons are words of replicas: what is no short name, or one too many, is counted with others."""
+        name = f"failures_{reason.lower()}"
+        known = name in self._counters or len(self._counters) < MOST_COUNTERS
+        return name if known and _REASON.fullmatch(reason) else "failures_other"
 
     def _drop(self, record: Outcome, outcome: RecordOutcome, detail: str = "") -> None:
         self._counters[f"records_{outcome.value}"] += 1

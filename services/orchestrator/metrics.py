@@ -64,6 +64,14 @@ class RunMetrics:
         values |= {"payload_bytes": transfer.payload_size_bytes, "bits_per_change": transfer.bits_per_change}
         self._scalars(f"weights/{transfer.policy}/{replica_id}", values, transfer.version)
 
+    def stall(self, moment: str, component: str, cause: str, detail: str, seconds: float) -> None:
+        """``moment`` is begin or end; ``seconds`` since it stands still."""
+        self._row("stall", moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
+
+    def accounts(self, shares: Mapping[str, Mapping[str, float]], waits: Mapping[str, Mapping[str, float]]) -> None:
+        """Where everybody's time went since its start, and who waited for whom."""
+        self._row("accounts", shares=shares, waits=waits)
+
     def evaluation(self, result: EvaluationResult) -> None:
         self._row(
             "evaluation",

@@ -72,6 +72,7 @@ class TrainingOrders:
         self.curation: Curation = curation if curation is not None else AcceptAll()
         self._names = names
         self.group_size = group_size
+        self.nothing_to_play = False  # curation refused a whole pass, so what it refused is played
         self._sampling = sampling
         self._timeout_s = timeout_s
         self._seed = seed
@@ -98,6 +99,10 @@ class TrainingOrders:
             if self.curation.accepts(row, position):
                 break
             position, row = self.curriculum.draw()
+        else:
+            self.nothing_to_play = not self.curation.accepts(row, position)
+            return position, row
+        self.nothing_to_play = False
         return position, row
 
     def row_of(self, group: TaskGroup) -> int:

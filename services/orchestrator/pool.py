@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from services.common.accounts import AccountState, PeerState
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError, SupersededError
 from services.orchestrator.commands import LeavePool, ReplicaCommand
 from services.orchestrator.mailbox import Mailbox
@@ -44,6 +45,8 @@ class Assignment:
     since: float
     pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
     issued: bool = False  # durable: the order may be sent
+    seen: bool = False  # the replica has said that it plays it
+    num_unseen: int = 0  # reports since it was issued that did not
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +66,9 @@ class Replica:
     tokens_per_s: float = 0.0
     reported_at: float | None = None
     gauges: Mapping[str, float] = field(default_factory=dict)
+    num_reports: int = 0
+    accounts: tuple[AccountState, ...] = ()
+    peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
 
     @property
     def num_running(self) -> int:
@@ -75,6 +81,16 @@ class Replica:
     @property
     def takes_work(self) -> bool:
         return self.mailbox is not None and not self.draining
+
+    def note_running(self, task_group_ids: Iterable[str] | None) -> None:
+        """The task groups that it says it plays; None from one that does not say."""
+        if task_group_ids is None:
+            return
+        said = frozenset(task_group_ids)
+        for name, assignment in self.assignments.items():
+            if assignment.issued:
+                assignment.seen = assignment.seen or name in said
+                assignment.num_unseen += not assignment.seen
 
     def fits(self, num_slots: int) -> bool:
         """A whole task group, or one that is larger than the replica when nothing else runs there."""
@@ -147,6 +163,9 @@ class ReplicaPool:
         held: Mapping[str, Held],
         num_tokens: int,
         gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
     ) -> Replica:
         """Renew the lease.
 
@@ -165,8 +184,16 @@ class ReplicaPool:
         replica.reported_at, replica.num_tokens = now, num_tokens
         replica.held = dict(held)
         replica.gauges = gauges
+        replica.num_reports += 1
+        replica.note_running(running)
+        replica.accounts, replica.peers = accounts, peers
         self._renew(replica)
         return replica
+
+    def prolong(self, seconds: float) -> None:
+        """Leases do not run while nobody here listens: this process itself stood still."""
+        for replica in self._replicas.values():
+            replica.lease_until += seconds
 
     def stream_ended(self, replica: Replica, mailbox: Mailbox[ReplicaCommand]) -> None:
         """A stream broke or was closed; the lease goes on, except for a drained replica with nothing left to play."""

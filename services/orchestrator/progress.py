@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from services.common.accounts import AccountState
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
+from services.orchestrator.stalls.detector import Stall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class PolicyProgress:
     staleness_max: int
     trainer_state: str
     metrics: Mapping[str, float]
+    quota: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,18 @@ class ReplicaProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StallProgress:
+    """A standstill; ``since`` in seconds since the epoch."""
+
+    component: str
+    cause: str
+    detail: str
+    since: float
+    advice: str
+    chain: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     at: float
     state: RunState
@@ -45,6 +60,9 @@ class Progress:
     evaluations: tuple[EvaluationResult, ...]
     counters: Mapping[str, int]
     waits: tuple[str, ...]
+    started_at: float = 0.0
+    stalls: tuple[StallProgress, ...] = ()
+    accounts: tuple[AccountState, ...] = ()
 
 
 def progress(ring: Ring) -> Progress:
@@ -57,6 +75,9 @@ def progress(ring: Ring) -> Progress:
         evaluations=tuple(ring.evaluations.results.values()),
         counters=dict(ring.counters),
         waits=tuple(waits(ring)),
+        started_at=ring.started_at,
+        stalls=tuple(_stall(ring, stall) for stall in ring.standing.stalls),
+        accounts=ring.standing.book.totals(),
     )
 
 
@@ -95,6 +116,18 @@ def _policy(ring: Ring, policy: str) -> PolicyProgress:
         staleness_max=int(metrics.get("staleness_max", 0)),
         trainer_state=trainer.state if trainer is not None else "absent",
         metrics=metrics,
+        quota=ring.experience.admission.accounts[policy].quota,
+    )
+
+
+def _stall(ring: Ring, stall: Stall) -> StallProgress:
+    return StallProgress(
+        component=stall.component,
+        cause=stall.cause.value,
+        detail=stall.detail,
+        since=time.time() - (ring.clock() - stall.since),
+        advice=stall.advice,
+        chain=stall.chain,
     )
 
 

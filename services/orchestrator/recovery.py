@@ -79,7 +79,7 @@ def _is_dead(row: Row, survey: _Survey, ring: Ring) -> bool:
         return row.key.rpartition("/")[0] not in ring.groups
     if row.kind == records.ASSIGNMENT:
         return row.key not in ring.groups
-    return row.kind in (records.CLOSED, records.STATE, records.RUN)
+    return row.kind in (records.CLOSED, records.STATE, records.RUN, records.VERDICT)
 
 
 def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners: dict[str, tuple[str, str]]) -> None:

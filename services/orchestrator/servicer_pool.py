@@ -13,6 +13,7 @@ from services.common import serde
 from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.serde_accounts import account_from_proto, peer_from_proto
 from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
 from services.orchestrator.acks import AckQueue
@@ -102,6 +103,9 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             num_tokens=request.num_generated_tokens,
             emission=[serde.interval_from_proto(interval) for interval in request.emission_intervals],
             gauges=dict(request.gauges),
+            running=request.running_task_group_ids if request.accounts else None,
+            accounts=tuple(account_from_proto(account) for account in request.accounts),
+            peers=tuple(peer_from_proto(peer) for peer in request.peers),
         )
         for transfer in request.weight_transfers:
             self._ring.metrics.weight_transfer(request.replica_id, weight_transfer_from_proto(transfer))
@@ -116,21 +120,23 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         closing = asyncio.ensure_future(self.closing.wait())
         try:
             await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
-                reader.result()
-            # The peer has ended the stream, or we are stopping: what was read is still acknowledged.
+            # The peer has ended the stream, or sent what is no record, or we are stopping: what was read is still
+            # acknowledged. Only then is the peer told of its mistake: gRPC cannot end a call in the middle of a write.
             reader.cancel()
             acks.end()
             async with deadline(LAST_ACKS_S, f"the last acknowledgements to {context.peer()}"):
                 await writer
+            if reader.done() and not reader.cancelled():
+                reader.result()
         finally:
             for task in (reader, writer, closing):
                 task.cancel()
+            await asyncio.gather(reader, writer, closing, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue) -> None:
         async for request in requests:
-            answer = acks.open(request.record_number)
-            self._ring.ingest.submit(_record(request), answer)
+            record = _record(request)  # one that is none has no acknowledgement to wait for
+            self._ring.ingest.submit(record, acks.open(request.record_number))
             if acks.full:
                 await acks.room()
 

@@ -11,6 +11,7 @@ import grpc
 from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.serde_accounts import account_to_proto
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
 from services.orchestrator.ring import Ring
@@ -51,6 +52,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def WatchRun(
         self, request: run_pb2.WatchRunRequest, context: Context
     ) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        # What is yielded waits for room in the peer's window, and the next state is read only then: whoever reads slowly
+        # misses states, and holds no more of them here than the window does.
         while True:
             now = progress(self._ring)
             yield run_pb2.WatchRunResponse(progress=progress_to_proto(now))
@@ -104,6 +107,7 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
                 staleness_max=p.staleness_max,
                 trainer_state=p.trainer_state,
                 metrics=dict(p.metrics),
+                quota=p.quota,
             )
             for p in now.policies
         ],
@@ -123,6 +127,19 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
         evaluations=[evaluation_to_proto(result) for result in now.evaluations],
         counters=dict(now.counters),
         waits=now.waits,
+        started_at=serde.timestamp_to_proto(now.started_at),
+        stalls=[
+            run_pb2.Stall(
+                component=stall.component,
+                cause=stall.cause,
+                detail=stall.detail,
+                since=serde.timestamp_to_proto(stall.since),
+                advice=stall.advice,
+                chain=stall.chain,
+            )
+            for stall in now.stalls
+        ],
+        accounts=[account_to_proto(account) for account in now.accounts],
     )
 
 

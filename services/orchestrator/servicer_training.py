@@ -11,6 +11,7 @@ import structlog
 from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import training_pb2, training_pb2_grpc
+from services.common.serde_accounts import account_from_proto, peer_from_proto
 from services.orchestrator.commands import (
     PauseTraining,
     ResumeTraining,
@@ -67,13 +68,20 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
+        policy = self._ring.policy(request.policy)
+        accounts = tuple(account_from_proto(account) for account in request.accounts)
+        if request.rank > 0:
+            self._ring.trainers.report_rank(policy, request.rank, accounts)
+            return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
         self._ring.trainers.report(
-            self._ring.policy(request.policy),
+            policy,
             request.incarnation,
             training_step=request.training_step,
             state=request.state,
             checkpoint_step=request.checkpoint_step,
             gauges=dict(request.gauges),
+            accounts=accounts,
+            peers=tuple(peer_from_proto(peer) for peer in request.peers),
         )
         return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
 
@@ -88,6 +96,14 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         remaining = context.time_remaining()
         wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
         batch = await self._ring.pull_batch(request.policy, request.training_step, wait_s)
+        log.info(
+            "batch.pulled",
+            policy=request.policy,
+            step=request.training_step,
+            rank=request.rank,
+            num_ranks=request.num_ranks,
+            recorded_before=batch.replayed,
+        )
         share = batch.share(request.rank, request.num_ranks)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+_MOST = 3.4028234663852886e38  # of a float32
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
 
@@ -60,6 +61,11 @@ def _bytes_field(number: int, data: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
+def _float32(value: float) -> float:
+    """The nearest number that the file can hold."""
+    return max(-_MOST, min(_MOST, value))
+
+
 class EventFile:
     """Appends scalars to one event file of its own."""
 
@@ -73,7 +79,7 @@ class EventFile:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One event: field 1 is the time, 2 the step, 5 the summary with its values (1 tag, 2 simple value)."""
         summary = b"".join(
-            _bytes_field(1, _bytes_field(1, tag.encode()) + struct.pack("<Bf", 2 << 3 | 5, value))
+            _bytes_field(1, _bytes_field(1, tag.encode()) + struct.pack("<Bf", 2 << 3 | 5, _float32(value)))
             for tag, value in values.items()
         )
         header = struct.pack("<Bd", 1 << 3 | 1, time.time()) + _varint(2 << 3) + _varint(max(step, 0))

@@ -1,4 +1,4 @@
-"""When trainers computed and replicas emitted tokens: how much of it happened at the same time, and who idled.
+"""When trainers computed and replicas emitted tokens: how much of it happened at the same time.
 
 Works on stretches of wall-clock time as peers report them. Stretches older than ``LIVE_S`` are folded into totals, so a
 long run keeps little. Pure; time is passed in.
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 Stretch = tuple[float, float]  # begin, end: seconds since the epoch
 
 LIVE_S = 120.0
-WINDOW_S = 30.0  # over which idle shares are taken
 
 
 def merge(stretches: Iterable[Stretch]) -> list[Stretch]:
@@ -94,13 +93,6 @@ class Timeline:
                 if not table[name]:
                     del table[name]
 
-    def trainer_idle_share(self) -> float:
-        """Mean over policies, in the ``WINDOW_S`` before the newest stretch of each."""
-        return _idle_share(self._compute)
-
-    def replica_idle_share(self) -> float:
-        return _idle_share(self._emission)
-
     def _live(self, until: float = float("inf")) -> tuple[float, float]:
         emission = merge(s for stretches in self._emission.values() for s in stretches)
         emission = clip(emission, 0.0, until)
@@ -116,12 +108,3 @@ def _add(table: dict[str, list[Stretch]], name: str, stretches: list[Stretch]) -
     merged = merge([*table.get(name, []), *stretches])
     if merged:  # stretches without length leave nothing
         table[name] = merged
-
-
-def _idle_share(table: Mapping[str, list[Stretch]]) -> float:
-    shares = []
-    for stretches in table.values():
-        end = stretches[-1][1]
-        begin = max(end - WINDOW_S, stretches[0][0])
-        shares.append(1.0 - length(clip(stretches, begin, end)) / (end - begin))
-    return sum(shares) / len(shares) if shares else 1.0

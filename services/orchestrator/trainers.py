@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from services.common.accounts import AccountState, PeerState
 from services.common.errors import LeaseLostError, SupersededError, UnknownPolicyError
 from services.orchestrator.commands import TrainerCommand
 from services.orchestrator.mailbox import Mailbox
@@ -27,6 +28,10 @@ class Trainer:
     training_step: int = 0
     checkpoint_step: int = 0
     gauges: Mapping[str, float] = field(default_factory=dict)
+    num_reports: int = 0
+    rank_reports: dict[int, int] = field(default_factory=dict)  # of ranks other than the first: reports by rank
+    accounts: dict[int, tuple[AccountState, ...]] = field(default_factory=dict)  # by rank
+    peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
 
 
 class TrainerLeases:
@@ -88,6 +93,8 @@ class TrainerLeases:
         state: str,
         checkpoint_step: int,
         gauges: Mapping[str, float],
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
     ) -> Trainer:
         """Renew the lease; raises LeaseLostError when it has run out or belongs to another."""
         trainer = self.check(policy, incarnation)
@@ -95,8 +102,22 @@ class TrainerLeases:
             raise LeaseLostError(f"the trainer of {policy} holds no lease: join again", policy=policy)
         trainer.training_step, trainer.state, trainer.gauges = training_step, state, gauges
         trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
+        trainer.num_reports += 1
+        trainer.accounts[0], trainer.peers = accounts, peers
         trainer.lease_until = self._clock() + self.lease_s
         return trainer
+
+    def report_rank(self, policy: str, rank: int, accounts: tuple[AccountState, ...]) -> None:
+        """A rank other than the first says where its time goes. The lease is the first one's business."""
+        trainer = self.get(policy)
+        if trainer is not None and rank < trainer.num_ranks:
+            trainer.rank_reports[rank] = trainer.rank_reports.get(rank, 0) + 1
+            trainer.accounts[rank] = accounts
+
+    def prolong(self, seconds: float) -> None:
+        """Leases do not run while nobody here listens: this process itself stood still."""
+        for trainer in self:
+            trainer.lease_until += seconds
 
     def stream_ended(self, trainer: Trainer, mailbox: Mailbox[TrainerCommand]) -> None:
         if trainer.mailbox is mailbox:

@@ -11,12 +11,17 @@ import structlog
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.progress import waits
 from services.orchestrator.ring import Ring
+from services.orchestrator.stall_watch import StallWatch
+from services.orchestrator.stalls.rules_work import COMPUTING
 
 log = structlog.get_logger()
 
 TICK_S = 0.25
 DISK_S = 1.0
 THROUGHPUT_S = 2.0
+STALLS_S = 1.0
+ACCOUNTS_S = 10.0
+STOOD_STILL_S = 5.0  # between two ticks
 STATE_S = 5.0
 OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
 LEAST_FAILURES = 256
@@ -32,6 +37,8 @@ class Watch:
         self._counters_written: Mapping[str, int] = {}
         self._collected_step: dict[str, int] = {}
         self._paused_for_failures = False
+        self._ticked_at: float | None = None
+        self._stalls = StallWatch(ring)
 
     async def run(self) -> None:
         while True:
@@ -40,10 +47,10 @@ class Watch:
 
     async def tick(self) -> None:
         ring = self._ring
+        self._prolong_leases()
         for replica in ring.pool.expire():
             log.warning("replica.lease_lost", replica=replica.replica_id, incarnation=replica.incarnation)
-            ring.counters["replica_leases_lost"] += 1
-            ring.dispatcher.schedule()
+            ring.replica_lost(replica)
         for trainer in ring.trainers.expire():
             log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
             ring.trainer_lost(trainer.policy)
@@ -52,14 +59,27 @@ class Watch:
             self._pause_when_all_fails()
             self._give_up_overdue()
             self._abandon_evaluations()
+        if self._is_due("stalls", STALLS_S):
+            self._stalls.look()
         if self._is_due("throughput", THROUGHPUT_S):
             self._write_throughput()
         if self._is_due("state", STATE_S):
             ring.timeline.settle(time.time())
+            if self._is_due("accounts", ACCOUNTS_S):
+                ring.metrics.accounts(ring.standing.book.summary(), ring.standing.book.waits())
             if ring.counters != self._counters_written:
                 self._counters_written = dict(ring.counters)
                 ring.write_state()
             await self._collect()
+
+    def _prolong_leases(self) -> None:
+        """While this process stood still nobody could renew a lease here: none runs out for that."""
+        now, before = self._ring.clock(), self._ticked_at
+        self._ticked_at = now
+        if before is not None and now - before > STOOD_STILL_S:
+            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
+            self._ring.pool.prolong(now - before)
+            self._ring.trainers.prolong(now - before)
 
     def _is_due(self, name: str, every_s: float) -> bool:
         now = self._ring.clock()
@@ -111,7 +131,7 @@ class Watch:
             for name in [n for n, a in replica.assignments.items() if now - a.since > limit]:
                 ring.counters["task_groups_overdue"] += 1
                 ring.dispatcher.cancel(name, f"not done after {limit:g} s")
-                ring.orphaned([name])
+                ring.giving_up.orphaned([name])
 
     def _abandon_evaluations(self) -> None:
         """Versions that training has left behind and no replica holds: the rest of such a pass fails, and is reported."""
@@ -129,7 +149,7 @@ class Watch:
         self._gone_since = now if self._gone_since is None else self._gone_since
         if now - self._gone_since < GONE_S:
             return
-        ring.abandon_evaluations(gone)
+        ring.giving_up.abandon_evaluations(gone)
         self._gone_since = None
 
     def _write_throughput(self) -> None:
@@ -139,9 +159,17 @@ class Watch:
             "tokens_per_s": ring.pool.tokens_per_s,
             "replicas": float(len(ring.pool)),
             "running": float(ring.pool.num_running),
-            "trainer_idle_share": ring.timeline.trainer_idle_share(),
-            "replica_idle_share": ring.timeline.replica_idle_share(),
         }
+        ring.standing.book.mark(ring.clock())
+        idle = {
+            "trainer_idle_share": ring.standing.book.share_lately(
+                lambda name: name.startswith("trainer/"), lambda a: a.name not in COMPUTING
+            ),
+            "replica_idle_share": ring.standing.book.share_lately(
+                lambda name: name.startswith("replica/") and name.count("/") == 1, lambda a: a.on == "orchestrator"
+            ),
+        }
+        values |= {name: share for name, share in idle.items() if share is not None}
         ring.metrics.throughput(max(step, 0), waits(ring), values)
 
     async def _collect(self) -> None:

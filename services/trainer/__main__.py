@@ -6,7 +6,7 @@ import os
 import sys
 
 from services.common.errors import MillraceError, UserError
-from services.common.process import DIE_WITH_PARENT, die_with_parent_if_asked
+from services.common.process import DIE_WITH_PARENT, die_with_parent_if_asked, run_and_leave
 from services.trainer.config import parse
 
 
@@ -24,11 +24,21 @@ def main() -> int:
     try:
         identity.configure(Role.TRAINER)
         run_trainer(settings)
-    except MillraceError as error:
+    except UserError as error:
         sys.stderr.write(f"trainer: {error.message}\n")
-        return 2 if isinstance(error, UserError) else 1
+        return 2
+    except (MillraceError, RuntimeError) as error:
+        from services.trainer.peers import START_AGAIN, peer_loss
+
+        if lost := peer_loss(error):
+            sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")
+            return START_AGAIN
+        if not isinstance(error, MillraceError):
+            raise
+        sys.stderr.write(f"trainer: {error.message}\n")
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

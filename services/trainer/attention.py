@@ -1,4 +1,4 @@
-"""Causal attention over packed documents, registered with transformers under the name ``millrace_documents``.
+"""Causal attention over packed documents, registered with transformers under a name for each choice of kernel.
 
 Tokens see only earlier tokens of their own document; no mask is ever built. The offsets travel as the keyword
 argument ``documents`` through the model's forward pass, not in a global or a context variable: gradient checkpointing
@@ -7,6 +7,7 @@ recomputes layers on autograd's own threads, where a context variable of the cal
 * CPU: one ``is_causal`` SDPA call per run of equally long neighbours. Attention treats batch rows alone, so every
   document's result is bit-equal to the same document alone.
 * GPU, 16-bit: torch's varlen flash attention, or the ``flash_attn`` package; else the CPU path, which also runs there.
+  A kernel that was asked for by name is taken or refused, never replaced.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from services.common.errors import ModelMismatchError
+from services.common.errors import ConfigError, ModelMismatchError
 
-ATTENTION_NAME = "millrace_documents"
+Kernel = Literal["auto", "varlen", "flash_attn", "sdpa"]
+
+_PACKAGES = {"varlen": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
+_AMPERE = (8, 0)  # what flash attention needs
 
 # Arguments that change the result and that the functions here do not implement: refuse, never ignore.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -40,6 +44,11 @@ class Documents:
     runs: tuple[tuple[int, int], ...]  # (number of documents, their length), neighbours of equal length together
     max_length: int
     offsets: torch.Tensor  # [num_documents + 1] int32, on the model's device
+
+    @property
+    def num_pairs(self) -> int:
+        """How many (token, token that it sees) there are, itself included."""
+        return sum(count * length * (length + 1) // 2 for count, length in self.runs)
 
     @classmethod
     def from_offsets(cls, offsets: npt.NDArray[np.int64], device: torch.device | str = "cpu") -> Documents:
@@ -60,9 +69,19 @@ class Documents:
         )
 
 
-def register_attention() -> None:
-    """Make ``ATTENTION_NAME`` known to transformers. Repeating it changes nothing."""
-    AttentionInterface.register(ATTENTION_NAME, documents_attention)
+def register_attention(kernel: Kernel = "auto") -> str:
+    """Make packed attention with this kernel known to transformers; returns its name there. Repeating it changes nothing.
+
+    Raises ``ConfigError`` when the kernel is not installed.
+    """
+    if kernel in _PACKAGES and not _is_installed(kernel):
+        raise ConfigError(
+            f"trainer.attention: {kernel} needs the package {_PACKAGES[kernel]}, which is not installed here; "
+            "install it, or write auto"
+        )
+    name = f"millrace_documents_{kernel}"
+    AttentionInterface.register(name, partial(documents_attention, kernel=kernel))
+    return name
 
 
 def documents_attention(
@@ -75,6 +94,7 @@ def documents_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     documents: Documents | None = None,
+    kernel: Kernel = "auto",
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The signature transformers calls; returns [1, num_tokens, num_heads, head_dim]."""
@@ -88,11 +108,11 @@ def documents_attention(
         raise ModelMismatchError(
             f"{name} has a sliding window of {sliding_window}; a document of {documents.max_length} tokens exceeds it"
         )
-    kernel = varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-    if kernel is None:
+    varlen = _varlen_kernel(kernel, query)
+    if varlen is None:
         return attend_by_runs(query, key, value, documents, scaling), None
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [num_tokens, heads, head_dim]
-    return kernel(q, k, v, documents, scaling).unsqueeze(0), None
+    return varlen(q, k, v, documents, scaling).unsqueeze(0), None
 
 
 def attend_by_runs(
@@ -114,14 +134,31 @@ def attend_by_runs(
     return torch.cat(outputs).unsqueeze(0)
 
 
+def _varlen_kernel(kernel: Kernel, query: torch.Tensor) -> VarlenKernel | None:
+    """The kernel for variable lengths to call, None for SDPA by runs."""
+    if kernel == "sdpa":
+        return None
+    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if kernel == "auto":
+        return _best_kernel(query.device) if fits else None
+    if not fits:
+        raise ConfigError(
+            f"trainer.attention: {kernel} runs on a GPU in 16 bits, not on {query.device.type} in {query.dtype}: "
+            "write auto, or trainer.compute_dtype: bfloat16"
+        )
+    return KERNELS[kernel]
+
+
 @cache
-def varlen_kernel() -> VarlenKernel | None:
-    """The best variable-length kernel that is installed, None when there is none."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        return _torch_varlen
-    if importlib.util.find_spec("flash_attn") is not None:
-        return _flash_attn_varlen
-    return None
+def _best_kernel(device: torch.device) -> VarlenKernel | None:
+    """The first kernel that is installed, None when there is none or the GPU is too old for them."""
+    if torch.cuda.get_device_capability(device) < _AMPERE:
+        return None
+    return next((function for name, function in KERNELS.items() if _is_installed(name)), None)
+
+
+def _is_installed(kernel: str) -> bool:
+    return importlib.util.find_spec(_PACKAGES[kernel]) is not None
 
 
 def _torch_varlen(
@@ -150,3 +187,6 @@ def _flash_attn_varlen(
         q, k, v, offsets, offsets, longest, longest, softmax_scale=scaling, causal=True
     )
     return output
+
+
+KERNELS: dict[str, VarlenKernel] = {"varlen": _torch_varlen, "flash_attn": _flash_attn_varlen}  # best first

@@ -15,7 +15,7 @@ The orchestrator may be away, then or later: the trainer waits and says so. Kill
 loads its newest checkpoint, trains the recorded batches again and goes on.
 Several ranks: python -m services.trainer.launch_ranks --num-ranks N --policy POLICY --orchestrator HOST:PORT
 Exit codes: 0 the run has ended or SIGTERM came, 1 anything that another start may mend, 2 the recipe, the model or a
-checkpoint cannot be used (the message says why).
+checkpoint cannot be used (the message says why), 75 another rank was lost (started again, all resume together).
 """
 
 
@@ -26,6 +26,7 @@ class Settings:
     policy: str
     orchestrator: str
     run_dir: Path | None = None
+    host: str | None = None
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -43,5 +44,11 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         metavar="DIR",
         help="where to keep checkpoints and logs; left out, the run directory that the orchestrator names",
     )
+    parser.add_argument(
+        "--host",
+        help="bind address of the weight publisher instead of the recipe's: where other machines fetch versions from here",
+    )
     options = parser.parse_args(arguments)
-    return Settings(policy=options.policy, orchestrator=options.orchestrator, run_dir=options.run_dir)
+    return Settings(
+        policy=options.policy, orchestrator=options.orchestrator, run_dir=options.run_dir, host=options.host
+    )

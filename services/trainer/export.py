@@ -52,11 +52,12 @@ def save_weights(causal_lm: Any, directory: Path, weights: dict[str, torch.Tenso
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    causal_lm.save_pretrained(directory, state_dict=weights)
-    if weights:
+    dtype = next(iter(weights.values())).dtype if weights else None
+    causal_lm.save_pretrained(directory, state_dict=weights)  # which may leave nothing in ``weights``
+    if dtype is not None:
         # The config still names the type of the master weights.
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(directory)
-        config.dtype = next(iter(weights.values())).dtype
+        config.dtype = dtype
         config.save_pretrained(directory)

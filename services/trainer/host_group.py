@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.trainer.peers import PeerLostError
 from services.trainer.sharding import Ranks
 
 TIMEOUT_S = 300.0
@@ -35,7 +36,7 @@ class HostGroup:
 
         Raises:
             DeadlineError: a rank did not come to the exchange named ``wait``.
-            InfrastructureError: a rank has died.
+            PeerLostError: a rank has died.
         """
         if self._group is None:
             return [text]
@@ -52,7 +53,7 @@ class HostGroup:
                     f"{wait} took longer than {self._timeout_s:g} s: not all of {self._ranks.world_size} ranks came",
                     wait=wait,
                 ) from error
-            raise InfrastructureError(f"{wait}: a rank has left: {error}") from error
+            raise PeerLostError(f"{wait}: a rank has left: {error}") from error
         return [row[: int(size)].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
     def agree(self, wait: str, work: Callable[[], str], error: type[MillraceError] = InfrastructureError) -> list[str]:

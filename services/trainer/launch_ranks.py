@@ -1,8 +1,11 @@
-"""``python -m services.trainer.launch_ranks --num-ranks N ...``: the ranks of one trainer under torchrun.
+"""``python -m services.trainer.launch_ranks --num-ranks N ...``: the ranks of one trainer on this node, under torchrun.
 
-Two things that torchrun does not do: it leaves with its launcher, and it passes on *how* a rank died, so that whoever
-watches can tell a killed rank (start again, the trainer resumes) from a refused recipe (do not). All ranks live and
-die together. It knows nothing about training.
+Three things that torchrun does not do: it leaves with its launcher; it passes on *how* a rank died, so that whoever
+watches can tell a killed rank (start again, the trainer resumes) from a refused recipe (do not); and it notices a node
+that is gone. All ranks of all nodes live and die together. It knows nothing about training.
+
+Ranks of several nodes meet at node 0, and node k has the k-th share of the ranks (torchrun's static rendezvous): the
+first rank, with the publisher beside it, must be where the orchestrator is.
 """
 
 from __future__ import annotations
@@ -11,39 +14,109 @@ import argparse
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from services.common.process import die_with_parent_if_asked
 from services.trainer.config import DESCRIPTION
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+MEET_S = 3600.0  # how long the first node waits for the others; people start them
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer.launch_ranks",
-        description=f"{DESCRIPTION}Here with several ranks on this machine; other arguments go to python -m services.trainer.",
-    )
-    parser.add_argument("--num-ranks", type=int, required=True, help="processes that share the training (FSDP2)")
-    parser.add_argument(
-        "--rendezvous-port", type=int, default=0, help="port at which the ranks find each other; 0 takes a free one"
-    )
-    options, arguments = parser.parse_known_args()
+    options, arguments = _parser().parse_known_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns when it has to choose
-    from torch.distributed import run
+    if options.interface:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, options.interface)  # a node may call it by another name
+    from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    meeting = ["--standalone"]
-    if options.rendezvous_port:
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{options.rendezvous_port}"]
-    launch = [*meeting, f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments]
+    from services.trainer.node_watch import NodeWatch
+    from services.trainer.peers import START_AGAIN
+
+    watch: NodeWatch | None = None
+    if options.num_nodes > 1:
+        watch = NodeWatch(
+            options.rendezvous_host,
+            options.rendezvous_port,
+            options.node_rank,
+            options.num_nodes,
+            MEET_S,
+            options.node_timeout_s,
+        )
+        watch.start()
     try:
-        run.main(launch)
+        run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments])
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        return _die_alike(first.exitcode)
-    except SignalException:  # told to stop: the ranks were told too, and have left
-        return 0
+        if watch is not None:
+            watch.stop(failed=True)
+        return _die_alike(_cause(error))
+    except SignalException:  # told to stop, the ranks as well; by the watch, or by whoever started us
+        return START_AGAIN if watch is not None and watch.lost else 0
+    except DistError as error:  # of the launchers' own store: another node's launcher has gone
+        sys.stderr.write(f"trainer: the other nodes are gone: {str(error).splitlines()[0]}\n")
+        return START_AGAIN
+    finally:
+        if watch is not None:
+            watch.stop()
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.launch_ranks",
+        description=f"{DESCRIPTION}Here with several ranks on this node; other arguments go to python -m services.trainer.",
+        epilog="Exit codes: those of the rank that failed first, or its signal; 75 when another node's ranks have gone "
+        "(start it again: all resume together).",
+    )
+    parser.add_argument(
+        "--num-ranks", type=int, required=True, help="ranks on this node, which share the training (FSDP2)"
+    )
+    parser.add_argument(
+        "--rendezvous-port", type=int, default=0, help="port at which the ranks find each other; 0 takes a free one"
+    )
+    parser.add_argument("--num-nodes", type=int, default=1, help="nodes over which the ranks are spread")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of them this is, from 0")
+    parser.add_argument(
+        "--rendezvous-host", default="127.0.0.1", metavar="HOST", help="the first node, as this one reaches it"
+    )
+    parser.add_argument(
+        "--interface", default="", help="network interface between the nodes, which must be a private network"
+    )
+    parser.add_argument(
+        "--node-timeout-s", type=float, default=60.0, help="a node that is silent for so long is taken for lost"
+    )
+    return parser
+
+
+def _meeting(options: argparse.Namespace) -> list[str]:
+    if options.num_nodes > 1:
+        return [
+            f"--nnodes={options.num_nodes}",
+            f"--node-rank={options.node_rank}",
+            f"--master-addr={options.rendezvous_host}",
+            f"--master-port={options.rendezvous_port}",
+            f"--rdzv-conf=timeout={MEET_S:.0f}",
+        ]
+    if options.rendezvous_port:
+        return ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{options.rendezvous_port}"]
+    return ["--standalone"]
+
+
+def _cause(error: ChildFailedError) -> int:
+    """The exit code that explains the others: not of a rank that only lost the first, nor of one that torchrun ended."""
+    from services.trainer.peers import START_AGAIN
+
+    failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+    ranked = sorted(
+        failures, key=lambda failure: (failure.exitcode == -signal.SIGTERM, failure.exitcode == START_AGAIN)
+    )
+    return int(ranked[0].exitcode)
 
 
 def _die_alike(exit_code: int) -> int:

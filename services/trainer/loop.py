@@ -169,6 +169,9 @@ class TrainingLoop:
         )
         self._link.set_gauge("step_seconds", metrics.seconds)
         self._link.set_gauge("tokens_per_second", metrics.tokens_per_second)
+        self._link.set_gauge("memory_peak_gib", metrics.memory_peak_gib)
+        if metrics.mfu is not None:
+            self._link.set_gauge("mfu", metrics.mfu)
         self._link.set_state("publishing", batch.training_step)
         flat = {name: float(value) for name, value in metrics.as_dict().items()}
         self._publish(batch.training_step, flat, [(started, finished)], finished)

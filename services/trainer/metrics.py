@@ -57,12 +57,15 @@ class StepMetrics:
     num_micro_batches: int  # on this rank, dummies included
     seconds: float
     tokens_per_second: float
+    tflops: float | None = None  # 10^12 operations per second and rank, of a forward and a backward pass
+    mfu: float | None = None  # that, as a share of what the device can do; None where nobody knows
+    memory_peak_gib: float = 0.0  # of the rank that took most: tensors on a GPU, else the process
     algorithm: Mapping[str, float] = field(default_factory=dict)  # e.g. clipped_share, m2po_eps_low
 
     def as_dict(self) -> dict[str, float]:
-        """Flat, for metrics files: ``algorithm`` entries keep their own names."""
-        values = asdict(self)
-        return {**{k: v for k, v in values.items() if k != "algorithm"}, **self.algorithm}
+        """Flat, for metrics files: ``algorithm`` entries keep their own names, and what is not known is left out."""
+        values = {k: v for k, v in asdict(self).items() if k != "algorithm" and v is not None}
+        return {**values, **self.algorithm}
 
 
 def mean_of(total: Mapping[str, float], name: str, count: str) -> float:

@@ -6,30 +6,37 @@ in blocks (``logprobs``). Dropout is off: a ratio of probabilities must be 1 for
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from services.common.errors import ModelMismatchError
 from services.common.models import load_model
-from services.trainer.attention import ATTENTION_NAME, Documents, register_attention
+from services.trainer.attention import Documents, Kernel, register_attention
 from services.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from services.trainer.norms import speed_up_norms
+from services.trainer.sharded_load import open_by_shards
 from services.trainer.sharding import Ranks, shard
+
+log = structlog.get_logger()
 
 
 class PolicyModel(torch.nn.Module):
     """The root of sharding, so that embedding, final norm and head are gathered while ``forward`` runs."""
 
-    def __init__(self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS) -> None:
+    def __init__(self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS, attention: Kernel = "auto") -> None:
         super().__init__()
         self._logprob_chunk_tokens = logprob_chunk_tokens
         _check_head(causal_lm)
-        register_attention()
-        causal_lm.set_attn_implementation(ATTENTION_NAME)
+        causal_lm.set_attn_implementation(register_attention(attention))
         _disable_dropout(causal_lm)
         self.causal_lm = causal_lm
+        names = set(causal_lm._no_split_modules or ())
+        # The repeated blocks: the unit of sharding and of gradient checkpointing. Found now: sharding renames classes.
+        self.layers: list[torch.nn.Module] = [m for m in causal_lm.modules() if type(m).__name__ in names]
 
     def forward(
         self,
@@ -52,12 +59,6 @@ class PolicyModel(torch.nn.Module):
             self._logprob_chunk_tokens,
         )
 
-    @property
-    def layers(self) -> list[torch.nn.Module]:
-        """The repeated blocks: the unit of sharding and of gradient checkpointing."""
-        names = set(self.causal_lm._no_split_modules or ())
-        return [m for m in self.causal_lm.modules() if type(m).__name__ in names]
-
 
 def build_policy_model(
     causal_lm: Any,
@@ -66,10 +67,15 @@ def build_policy_model(
     trainable: bool = True,
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    attention: Kernel = "auto",
     logprob_chunk_tokens: int = CHUNK_TOKENS,
 ) -> PolicyModel:
-    """Prepare a loaded model for training (or as a frozen reference) on these ranks."""
-    model = PolicyModel(causal_lm, logprob_chunk_tokens)
+    """Prepare a model for training (or as a frozen reference) on these ranks.
+
+    It may be on the meta device; its weights then get their memory later. ``offload`` keeps them on the host.
+    """
+    model = PolicyModel(causal_lm, logprob_chunk_tokens, attention)
     if trainable:
         model.train()
         if gradient_checkpointing:
@@ -78,10 +84,11 @@ def build_policy_model(
             (new_name or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
     else:
         model.eval().requires_grad_(False)
-    model.to(ranks.device)
+    if not causal_lm.get_input_embeddings().weight.is_meta:
+        model.to(ranks.device)
     if trainable:
-        speed_up_norms(model)
-    shard(model, model.layers, ranks, compute_dtype)
+        speed_up_norms(model, ranks.device)
+    shard(model, model.layers, ranks, compute_dtype, offload)
     return model
 
 
@@ -93,17 +100,30 @@ def load_policy_model(
     trainable: bool = True,
     gradient_checkpointing: bool = False,
     compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    attention: Kernel = "auto",
     logprob_chunk_tokens: int = CHUNK_TOKENS,
 ) -> PolicyModel:
-    """Load from a directory or hub name, with master weights in ``dtype``."""
-    return build_policy_model(
-        load_model(path, dtype),
+    """Load from a directory or hub name, with master weights in ``dtype``; each rank reads only what it will hold.
+
+    Raises what ``services.common.models.load_model`` raises.
+    """
+    by_shards = open_by_shards(path, dtype)
+    model = build_policy_model(
+        by_shards.causal_lm if by_shards is not None else load_model(path, dtype),
         ranks,
         trainable=trainable,
         gradient_checkpointing=gradient_checkpointing,
         compute_dtype=compute_dtype,
+        offload=offload,
+        attention=attention,
         logprob_chunk_tokens=logprob_chunk_tokens,
     )
+    if by_shards is not None:
+        began = time.monotonic()
+        read = by_shards.materialize(model, ranks.device, offload)
+        log.info("model.loaded", path=str(path), bytes=read, seconds=round(time.monotonic() - began, 3))
+    return model
 
 
 def _check_head(causal_lm: Any) -> None:

@@ -47,11 +47,14 @@ def _forward(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
-def speed_up_norms(model: torch.nn.Module) -> int:
-    """Give every plain float32 RMSNorm on the CPU the pass above; how many there were.
+def speed_up_norms(model: torch.nn.Module, device: torch.device) -> int:
+    """Give every plain float32 RMSNorm of a model for the CPU the pass above; how many there were.
 
-    A norm of another formula (Gemma's 1 + weight) is recognised by its numbers and left alone.
+    A norm of another formula (Gemma's 1 + weight) is recognised by its numbers and left alone. The weights themselves
+    may still be without memory.
     """
+    if device.type != "cpu":
+        return 0
     count = 0
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _is_plain(module):
@@ -63,9 +66,12 @@ def speed_up_norms(model: torch.nn.Module) -> int:
 @torch.no_grad()
 def _is_plain(module: Any) -> bool:
     weight = getattr(module, "weight", None)
-    if weight is None or not hasattr(module, "variance_epsilon") or weight.ndim != 1 or weight.device.type != "cpu":
+    if weight is None or not hasattr(module, "variance_epsilon") or weight.ndim != 1:
         return False
     if weight.dtype != torch.float32:  # transformers' norm rounds any other type to float32 and back
         return False
-    probe = torch.linspace(-1.0, 2.0, 3 * weight.shape[0], dtype=weight.dtype).view(3, -1)
-    return torch.allclose(module(probe), _forward(module, probe), rtol=1e-6, atol=1e-6)
+    width = weight.shape[0]
+    trial = torch.linspace(0.5, 1.5, width)
+    probe = torch.linspace(-1.0, 2.0, 3 * width).view(3, width)
+    theirs = torch.func.functional_call(module, {"weight": trial}, (probe,))
+    return torch.allclose(theirs, rms_norm(probe, trial, module.variance_epsilon), rtol=1e-6, atol=1e-6)

@@ -16,6 +16,7 @@ import torch
 
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError
+from services.trainer.moments_on_host import MomentsOnHost
 from services.trainer.sharding import full
 
 log = structlog.get_logger(__name__)
@@ -55,9 +56,15 @@ class Update:
 
 
 class PolicyOptimizer:
-    """AdamW over a model's parameters; sharded parameters keep sharded state."""
+    """AdamW over a model's parameters; sharded parameters keep sharded state, on the host with ``offload``."""
 
-    def __init__(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        config: OptimizerConfig,
+        *,
+        offload: bool = False,
+    ) -> None:
         if config.schedule != "constant" and config.total_updates is None:
             raise ConfigError(f"optimizer.schedule: {config.schedule} needs total_updates (steps * minibatches)")
         self.config = config
@@ -71,6 +78,7 @@ class PolicyOptimizer:
         self.adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
+        self._step = MomentsOnHost(self.adamw).step if offload else self.adamw.step
 
     def update(self) -> Update:
         """Clip, step, clear the gradients. A gradient that is not finite changes nothing but the update number."""
@@ -80,7 +88,7 @@ class PolicyOptimizer:
         if applied:
             for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self.adamw.step()
+            self._step()
         else:
             log.warning("optimizer.update_skipped", update=self.num_updates, grad_norm=norm)
         self.adamw.zero_grad(set_to_none=True)

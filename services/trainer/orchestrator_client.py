@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import structlog
 
+from services.common.accounts import AccountState, PeerState
 from services.common.aio import TaskOwner, backoff, deadline
 from services.common.errors import (
     CorruptDataError,
@@ -39,6 +40,7 @@ from services.common.serde import (
     training_sequence_from_proto,
     weight_version_to_proto,
 )
+from services.common.serde_accounts import account_to_proto, peer_to_proto
 from services.common.types import RankBatch, WeightVersion
 
 log = structlog.get_logger()
@@ -65,6 +67,8 @@ class TrainerReport:
     state: str = "starting"
     checkpoint_step: int = 0
     gauges: dict[str, float] = field(default_factory=dict)
+    accounts: Callable[[], Sequence[AccountState]] = tuple
+    peers: Callable[[], Sequence[PeerState]] = tuple
 
 
 @dataclass(slots=True)
@@ -83,8 +87,9 @@ class OrchestratorClient:
     def __init__(self, address: str, run_id: str, policy: str, num_ranks: int) -> None:
         self._address = address
         self._run_id = run_id
-        self._policy = policy
+        self.policy = policy
         self._num_ranks = num_ranks
+        self._rank = 0
         self._incarnation = uuid.uuid4().hex
         self._channel = channel(address, Peer.ORCHESTRATOR)
         self._stub = training_pb2_grpc.TrainingServiceStub(self._channel)
@@ -111,6 +116,15 @@ class OrchestratorClient:
         self._tasks.start(self._stay_joined(), "trainer.join")
         self._tasks.start(self._keep_reporting(), "trainer.report")
         return await self._welcomed
+
+    def report_as_rank(self, rank: int) -> None:
+        """Say every two seconds where this rank's time goes; for the ranks that do not join."""
+        self._rank = rank
+        self._tasks.start(self._keep_reporting(), "trainer.report")
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run something beside, until this client is closed."""
+        self._tasks.start(work, name)
 
     def leave(self) -> None:
         """End waits: this process was told to go. The loop leaves after the step at hand."""
@@ -154,7 +168,7 @@ class OrchestratorClient:
 
     async def _follow_commands(self) -> None:
         request = training_pb2.JoinTrainingRequest(
-            policy=self._policy,
+            policy=self.policy,
             incarnation=self._incarnation,
             recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
@@ -208,12 +222,15 @@ class OrchestratorClient:
     async def _report(self) -> None:
         await self._stub.ReportTrainer(
             training_pb2.ReportTrainerRequest(
-                policy=self._policy,
+                policy=self.policy,
                 incarnation=self._incarnation,
                 training_step=self.report.training_step,
                 state=self.report.state,
                 checkpoint_step=self.report.checkpoint_step,
                 gauges=self.report.gauges,
+                rank=self._rank,
+                accounts=[account_to_proto(account) for account in self.report.accounts()],
+                peers=[peer_to_proto(peer) for peer in self.report.peers()],
             ),
             timeout=DEADLINES["ReportTrainer"],
             metadata=call_metadata(self._run_id),
@@ -250,7 +267,7 @@ class OrchestratorClient:
         first_part_s = (DEADLINES["PullBatch"] or 60.0) + FIRST_PART_MARGIN_S
         call = self._stub.PullBatch(
             training_pb2.PullBatchRequest(
-                policy=self._policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
+                policy=self.policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
             ),
             metadata=call_metadata(self._run_id),
         )
@@ -276,7 +293,7 @@ class OrchestratorClient:
             expected = header.num_sequences if header else "an unknown number of"
             raise CorruptDataError(f"batch {training_step} brought {len(sequences)} of {expected} sequences")
         return RankBatch(
-            policy=self._policy,
+            policy=self.policy,
             training_step=training_step,
             minibatches=tuple(totals_from_proto(totals) for totals in header.minibatches),
             sequences=tuple(sequences),

@@ -18,19 +18,29 @@ from typing import Any
 
 import structlog
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.config.policy import WeightsConfig
+from services.common.config.services import MetricsConfig
 from services.common.errors import MillraceError
 from services.common.logs import configure
 from services.common.memory import keep_freed_memory
 from services.common.process import die_with_parent_if_asked
+from services.common.prometheus.serving import serve_metrics
+from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.roles import Role
 from services.common.transfer.serving import add_weight_service
+from services.common.watchdog import Watchdog
+from services.trainer.prometheus import PUBLISHER_METRICS
 from services.trainer.publisher_store import PublisherStore
 
 log = structlog.get_logger()
 
+_ACTIVITIES = {
+    "/millrace.v1.WeightService/GetManifest": "making what is to be sent",
+    "/millrace.v1.WeightService/FetchWeights": "sending weights",
+}
 WAITING_RECEIVERS = 64  # threads that may wait for a delta that is being made, and let others be answered meanwhile
 
 
@@ -52,6 +62,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     store = PublisherStore(arguments.run_id, arguments.policy, config)
     waiting = ThreadPoolExecutor(WAITING_RECEIVERS, "publisher.payload")
     asyncio.get_running_loop().set_default_executor(waiting)
+    account = TimeAccount(f"publisher/{arguments.policy}", rest=Activity("nobody fetches"))
     server = Server(
         service="publisher",
         instance_id=f"publisher-{arguments.policy}",
@@ -59,6 +70,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         port=config.port if arguments.port is None else arguments.port,
         run_id=arguments.run_id,
         port_setting=f"policies.{arguments.policy}.weights.port",
+        interceptors=[AccountInterceptor(account, _ACTIVITIES)],
     )
     servicer = await add_weight_service(
         server,
@@ -67,12 +79,23 @@ async def _serve(arguments: argparse.Namespace) -> None:
         bulk_wanted="bulk" in config.transports,
     )
     server.set_gauges(lambda: {**store.gauges(), "bytes_sent": float(servicer.budget.num_bytes_sent)})
+    server.set_accounts(lambda: [account.state()])
+    watchdog = Watchdog()
+    watchdog.start()
     await server.start()
+    await serve_metrics(
+        server,
+        arguments.metrics,
+        PUBLISHER_METRICS,
+        name=f"publisher-{arguments.policy}",
+        run_dir=arguments.run_dir,
+    )
     _answer({"address": server.address})
     commands = asyncio.create_task(_obey(store, server), name="publisher.commands")
     try:
         await server.wait_for_stop()
     finally:
+        watchdog.stop()
         commands.cancel()
         await server.stop(grace_s=1.0)
         store.close()
@@ -115,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
         default=WeightsConfig(),
         metavar="JSON",
         help="the policy's section `weights` of the recipe",
+    )
+    parser.add_argument(
+        "--metrics",
+        type=MetricsConfig.model_validate_json,
+        default=MetricsConfig(),
+        metavar="JSON",
+        help="the section `metrics` of the recipe",
     )
     parser.add_argument("--port", type=int, help="gRPC port instead of the section's; 0 takes a free one")
     parser.add_argument("--run-dir", type=Path, default=None, help="where to write logs")

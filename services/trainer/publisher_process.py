@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from services.common.config.policy import WeightsConfig
+from services.common.config.services import MetricsConfig
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.process import DIE_WITH_PARENT
 
@@ -35,9 +36,20 @@ LOOK_S = 1.0  # how soon one that died between two announcements is noticed
 class PublisherProcess:
     """One publisher, restarted on the same address when it dies; it is then told again what it served."""
 
-    def __init__(self, *, run_id: str, policy: str, config: WeightsConfig, run_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        policy: str,
+        config: WeightsConfig,
+        run_dir: Path | None = None,
+        host: str | None = None,
+        metrics: MetricsConfig | None = None,
+    ) -> None:
         self._arguments = [f"--run-id={run_id}", f"--policy={policy}", f"--weights={config.model_dump_json()}"]
+        self._arguments += [f"--host={host}"] if host is not None else []
         self._arguments += [f"--run-dir={run_dir}"] if run_dir is not None else []
+        self._arguments += [f"--metrics={metrics.model_dump_json()}"] if metrics is not None else []
         self._port = config.port
         self._keep = config.keep_versions
         self._announced: list[Path] = []  # oldest first; what the publisher no longer keeps goes when its file is gone
@@ -65,6 +77,9 @@ class PublisherProcess:
                     return
                 except (BrokenPipeError, EOFError):
                     pass  # it died between the look and the word
+                except DeadlineError as error:
+                    log.warning("publisher.killed", error=error.message)
+                    self._process.kill()  # frozen: replicas wait for this version
             self._start_again()
 
     def stop(self) -> None:
@@ -95,6 +110,8 @@ class PublisherProcess:
     def _start_again(self) -> None:
         """It is then told again what it served."""
         log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
+        if self._process is not None:
+            self._process.wait(STOP_TIMEOUT_S)  # one that was killed holds the port until it is gone
         self._start()
         self._announced = [known for known in self._announced if known.exists()]
         for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, UnknownPolicyError, UserError
+from services.common.process import run_and_leave
 from services.common.types import RankBatch
 
 if TYPE_CHECKING:
@@ -165,4 +166,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(main)

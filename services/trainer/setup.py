@@ -14,6 +14,7 @@ from services.trainer.model import load_policy_model
 from services.trainer.optimizer import PolicyOptimizer
 from services.trainer.sharding import Ranks, init_ranks
 from services.trainer.step import TrainStep
+from services.trainer.usage import peak_flops
 
 # How long ranks wait for the first, which waits for the orchestrator; a rank that dies is noticed at once.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -26,7 +27,7 @@ def join_ranks(recipe: Recipe, policy: str) -> Ranks:
     return init_ranks(
         timeout_s=COLLECTIVE_TIMEOUT_S,
         device=None if config.device == "auto" else config.device,
-        always_group=config.compute_dtype != config.master_dtype,
+        always_group=config.compute_dtype != config.master_dtype or "reference" in config.offload,
     )
 
 
@@ -49,19 +50,31 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         dtype=master,
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         compute_dtype=compute,
+        attention=config.trainer.attention,
     )
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
     reference = None
     if config.algorithm.needs_reference:
-        reference = load_policy_model(path, ranks, dtype=master, trainable=False, compute_dtype=compute)
+        reference = load_policy_model(
+            path,
+            ranks,
+            dtype=master,
+            trainable=False,
+            compute_dtype=compute,
+            attention=config.trainer.attention,
+            offload="reference" in config.trainer.offload,
+        )
     step = TrainStep(
         model,
-        PolicyOptimizer(model.named_parameters(), recipe.optimizer(policy)),
+        PolicyOptimizer(
+            model.named_parameters(), recipe.optimizer(policy), offload="optimizer" in config.trainer.offload
+        ),
         config.algorithm,
         ranks,
         max_tokens_per_micro_batch=config.trainer.token_budget,
         temperature=recipe.sampling.temperature,
         reference=reference,
+        peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
     )
     return step, tokenizer
 

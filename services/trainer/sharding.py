@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from services.common.models import named_weights
@@ -105,21 +105,24 @@ def shard(
     layers: list[torch.nn.Module],
     ranks: Ranks,
     compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> None:
     """Shard each layer, then the rest with the root, in place. Does nothing for one rank in its own precision.
 
     ``compute_dtype`` gathers parameters in that type for forward and backward; gradients are reduced in float32 and
-    the sharded (master) parameters keep their own type.
+    the sharded (master) parameters keep their own type. ``offload`` keeps the shards on the host, in pinned memory
+    beside a GPU, and brings each layer over when it is gathered.
     """
-    if ranks.world_size == 1 and compute_dtype is None:
+    if ranks.world_size == 1 and compute_dtype is None and not offload:
         return
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+    # Beside a CPU there is nothing to pin for.
+    where = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu") if offload else OffloadPolicy()
+    for module in (*layers, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=where)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,23 +130,34 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
-    """What this rank holds of a tensor, flat, and the place of its first element in the whole, flat. No communication.
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The rows that this process holds of a tensor, sharing its memory, and the number of the first of them.
 
     A sharded tensor is cut along dimension 0 as ``torch.chunk`` cuts: equal shares of rows, rounded up, the last ones
-    shorter or empty. A tensor that every rank holds whole is the first rank's.
+    shorter or empty. Any other tensor is held whole. No communication.
     """
     if not isinstance(tensor, DTensor):
-        flat = tensor.reshape(-1)
-        return flat if ranks.is_first else flat[:0], 0
+        return tensor, 0
     mesh = tensor.device_mesh
     assert mesh.ndim == 1 and tuple(tensor.placements) == (Shard(0),), f"sharded in another way: {tensor.placements}"
     num_rows = tensor.shape[0]
     share = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * share, num_rows)
-    part = tensor.to_local()
-    assert part.shape[0] == min(share, num_rows - first), f"a shard of {part.shape[0]} rows of {num_rows}"
-    return part.reshape(-1), first * math.prod(tensor.shape[1:])
+    rows = tensor.to_local()
+    assert rows.shape[0] == min(share, num_rows - first), f"a shard of {rows.shape[0]} rows of {num_rows}"
+    return rows, first
+
+
+def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
+    """``local_rows``, flat, and the place of the first element in the whole, flat.
+
+    A tensor that every rank holds whole is the first rank's.
+    """
+    rows, first = local_rows(tensor)
+    flat = rows.reshape(-1)
+    if not isinstance(tensor, DTensor) and not ranks.is_first:
+        flat = flat[:0]
+    return flat, first * math.prod(tensor.shape[1:])
 
 
 def full_weights(model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:

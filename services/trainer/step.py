@@ -15,6 +15,7 @@ It knows nothing about gRPC, versions, checkpoints or publishing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
 from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
+from services.trainer.usage import Usage
 
 Logprobs = Seq[torch.Tensor]  # one [num_targets] per micro-batch
 
@@ -64,6 +66,7 @@ class TrainStep:
         max_tokens_per_micro_batch: int,
         temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
         reference: PolicyModel | None = None,
+        peak_flops: float | None = None,  # of this rank's device, for the metric mfu
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigError(
@@ -81,11 +84,14 @@ class TrainStep:
         self._needs_region = self._algorithm.needs_trust_region and config.m2po_scope == "minibatch"
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
+        self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
+        self._usage = Usage(model, ranks, peak_flops)
 
     def run(self, batch: RankBatch) -> StepMetrics:
         """Train on one batch. Every rank calls it with its own share of the same batch."""
         started = time.perf_counter()
+        self._usage.begin()
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -143,7 +149,11 @@ class TrainStep:
 
     @torch.no_grad()
     def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
-        return [forward(self.model, m, self._temperature)[0] for m in micro_batches]
+        found = []
+        for micro_batch in micro_batches:
+            found.append(forward(self.model, micro_batch, self._temperature)[0])
+            self.on_progress()
+        return found
 
     def _proximal(self, minibatches: Seq[Seq[MicroTensors]]) -> list[list[torch.Tensor] | None]:
         """Log-probabilities under the weights at step start.
@@ -180,6 +190,7 @@ class TrainStep:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
             self.ranks.backward(loss)
+            self.on_progress()
         assert context is not None
         if context.region is not None:
             share = 1.0 / self.ranks.world_size  # every rank holds the same region, and ranks are added up
@@ -259,6 +270,7 @@ class TrainStep:
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
+        self._usage.add(batch, sums)
         return loss
 
     # -- afterwards --------------------------------------------------------------------------------------------------
@@ -297,6 +309,7 @@ class TrainStep:
             num_micro_batches=num_micro_batches,
             seconds=seconds,
             tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
+            **self._usage.metrics(total, seconds),  # type: ignore[arg-type]
             algorithm=algorithm,
         )
 

@@ -13,7 +13,7 @@ import torch
 from services.common.models import named_weights
 from services.inference.engine.torch_engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
-from tests.unit.inference.conftest import build_model, make_prompt, make_request, perturbed
+from tests.random_models import build_model, make_prompt, make_request, perturbed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,6 +9,7 @@ from typing import Literal
 
 from services.cli.deploy.compose import compose_file, gpu_file
 from services.cli.deploy.layout import CHECKOUT, lay_out
+from services.cli.deploy.metrics import dashboard, scrape_config
 from services.cli.deploy.scripts import launch_scripts
 
 Target = Literal["compose", "scripts"]
@@ -24,6 +25,9 @@ def deploy(recipe: Path, target: Target, output: Path, overrides: Sequence[str] 
     if target == "compose":
         context = os.path.relpath(CHECKOUT, output.resolve())
         files = {"compose.yaml": compose_file(layout, context), "compose.gpu.yaml": gpu_file(layout)}
+        if layout.metrics_ports:
+            run = layout.recipe.run.id or layout.recipe.name
+            files |= {"prometheus.yml": scrape_config(run, layout.metrics_ports), "grafana.json": dashboard()}
     else:
         files = launch_scripts(layout)
     output.mkdir(parents=True, exist_ok=True)

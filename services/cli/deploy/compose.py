@@ -1,6 +1,6 @@
 """The compose files of a recipe: one container for each process, on one machine.
 
-Services bind loopback only and do not authenticate their callers. So their containers share the network namespace of
+Without keys services bind loopback only and know nobody who calls. So their containers share the network namespace of
 one container that does nothing else, ``node``: loopback is then the pod's, no port is published, and a service that is
 started again finds the others. Trainers and inference services also share its /dev/shm, through which they hand over
 weights, and its process ids, by which they name what they leave there. The gateway, which runs strangers' programs,
@@ -21,6 +21,8 @@ from services.common.errors import ConfigError
 RUNS = "/runs"
 DATA = "/data"
 POD = "node"
+PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
+PROMETHEUS_PORT = 9090
 # Room for a few versions of the weights; the file system gives only what is used.
 SHARED_MEMORY = "8gb"
 
@@ -38,6 +40,9 @@ def compose_file(layout: Layout, context: str) -> str:
             "write launch scripts with --target scripts"
         )
     services: dict[str, Service] = {POD: _pod(context)}
+    if layout.metrics_ports:
+        services[POD]["ports"] = [f"127.0.0.1:{PROMETHEUS_PORT}:{PROMETHEUS_PORT}"]
+        services["prometheus"] = _prometheus()
     if layout.recipe.warm_start:
         services[WARM_START] = _warm_start(layout, context)
     services |= {process.name: _service(layout, process, context) for process in layout.processes(0)}
@@ -80,6 +85,20 @@ def _pod(context: str) -> Service:
     }
 
 
+def _prometheus() -> Service:
+    """Asks all processes of the pod; only with ``--profile metrics``. Answers this machine alone, without a password."""
+    return {
+        "image": PROMETHEUS_IMAGE,
+        "profiles": ["metrics"],
+        **_hardened(),
+        "command": ["--config.file=/etc/prometheus/prometheus.yml", f"--web.listen-address=:{PROMETHEUS_PORT}"],
+        "volumes": ["./prometheus.yml:/etc/prometheus/prometheus.yml:ro"],
+        "network_mode": f"service:{POD}",
+        "depends_on": {POD: {"condition": "service_started"}},
+        "restart": "unless-stopped",
+    }
+
+
 def _warm_start(layout: Layout, context: str) -> Service:
     """Makes the starting checkpoints once, with the trainer's packages; then the orchestrator begins."""
     return {
@@ -94,9 +113,11 @@ def _warm_start(layout: Layout, context: str) -> Service:
 
 
 def _service(layout: Layout, process: ProcessSpec, context: str) -> Service:
-    kind = process.name.partition("-")[0]
+    kind, _, name = process.name.partition("-")
+    # SGLang's pins are not those of the other images.
+    with_sglang = kind == "inference" and layout.recipe.inference[name].engine == "sglang"
     service: Service = {
-        **_image(kind, context),
+        **_image("inference-sglang" if with_sglang else kind, context),
         **_hardened(),
         "command": _command(layout, process.name),
         "environment": _environment(layout, process.name),
@@ -143,7 +164,8 @@ def _data() -> str:
 
 
 def _command(layout: Layout, name: str, more: tuple[str, ...] = ()) -> list[str]:
-    arguments = [_escaped(part) for part in settings([*layout.overrides, *more])]
+    metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
+    arguments = [_escaped(part) for part in settings([*layout.overrides, *metrics, *more])]
     if name == "envgateway":  # its image starts the gateway itself, without a run directory
         return ["--recipe", layout.path, *arguments]
     return ["start", layout.path, name, *arguments]
@@ -180,8 +202,9 @@ def _text(layout: Layout, what: str, tree: dict[str, Any]) -> str:
             "# envgateway.sandbox.allow_tier_0 is set: where the engine allows the gateway no user namespaces, programs that\n"
             "# the policy writes run with limits, but without isolation from the gateway (docs/deploy.md).\n"
         )
+    published = "Only Prometheus is published, to this machine" if layout.metrics_ports else "Nothing is published"
     head = (
         f"# {what} Written, not edited: {written_by(layout, 'compose')} -o DIR\n"
-        "# docs/deploy.md says how it is used. Nothing is published: services answer inside the pod only.\n"
+        f"# docs/deploy.md says how it is used. {published}: services answer inside the pod only.\n"
     )
     return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from services.cli.deploy.metrics import with_ports
 from services.cli.plan import ProcessSpec, plan
 from services.common.config.loading import load_recipe, port_variables, validate
 from services.common.config.recipe import Recipe
@@ -35,11 +36,12 @@ class Layout:
     path: str  # relative to the checkout, which images and nodes have as their working directory
     overrides: tuple[str, ...]
     ports: Mapping[str, str]  # variable -> port
+    metrics_ports: Mapping[str, int] = field(default_factory=dict)  # process -> port; empty where metrics are off
 
     @property
     def nodes(self) -> list[int]:
         """The nodes that the recipe names, 0 first."""
-        return sorted({0, *(service.node for service in self.recipe.inference.values())})
+        return self.recipe.nodes()
 
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
@@ -69,7 +71,14 @@ def lay_out(path: Path, overrides: Sequence[str] = ()) -> Layout:
             held.add(section[keys[-1]])
     recipe = validate(tree, source=str(path))
     ports = {name: str(port) for name, port in _ports(tree).items() if port is not None}
-    return Layout(recipe=recipe, path=_in_checkout(path), overrides=tuple(overrides), ports=ports)
+    metrics_ports = with_ports(recipe, held) if recipe.metrics.enabled else {}
+    return Layout(
+        recipe=recipe,
+        path=_in_checkout(path),
+        overrides=tuple(overrides),
+        ports=ports,
+        metrics_ports=metrics_ports,
+    )
 
 
 def settings(overrides: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from services.cli.deploy.layout import Layout, settings, written_by
-from services.cli.nodes import HOST_VARIABLE
+from services.cli.nodes import HOST_VARIABLE, NODE_HOST
 
 _HEAD = """\
 #!/usr/bin/env bash
@@ -87,7 +87,12 @@ def _node(layout: Layout, node: int, names: list[str]) -> str:
 def _head(layout: Layout, node: int, what: str) -> str:
     variables = _COMMON
     if node != 0:
-        variables = f"{HOST_VARIABLE} (node 0 as this node's ssh reaches it; required), {variables}"
+        variables = (
+            f"{HOST_VARIABLE} (name or address of node 0; required), MILLRACE_KEYS (keys copied from node 0; required), "
+            f"{NODE_HOST} (this node's address, if others may fetch weights here), {variables}"
+        )
+    elif len(layout.nodes) > 1:
+        variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
     if layout.needs_data():
         variables += ", MILLRACE_DATA_ROOT (folder of local datasets)"
     return _HEAD.format(what=what, written_by=written_by(layout, "scripts"), variables=variables)

@@ -143,6 +143,8 @@ class EnvGatewayConfig(Section):
     """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()
     """Math rewards."""
+    rewards: list[str] = []
+    """More rewards that callers may name: import paths of functions (`package.module:function`)."""
     tools: ToolsConfig = ToolsConfig()
     """Tools that policies may call."""
     environments: dict[str, str] = {}

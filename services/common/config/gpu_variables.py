@@ -1,7 +1,7 @@
 """Environment variables that say which GPUs a process gets: INFERENCE_A_GPUS=0,1, TRAINER_MODEL0_GPUS=2,3, ...
 
 Without a name in it, INFERENCE_GPUS and TRAINER_GPUS are those of the only service or policy of the recipe. A trainer
-has as many ranks as its variable names GPUs.
+has as many ranks as its variable names GPUs, on each of its nodes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,18 @@ def gpu_settings(tree: Mapping[str, Any], environment: Mapping[str, str]) -> lis
                 settings.append(((section, name, "gpus"), gpus))
             else:
                 settings.append(((section, name, "trainer", "gpus"), gpus))
-                settings.append(((section, name, "trainer", "num_ranks"), len(gpus)))
+                settings.append(((section, name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
     return settings
+
+
+def _num_nodes(tree: Mapping[str, Any], policy: str) -> int:
+    """Of a trainer, as the recipe or its defaults say; what is no list is refused later, with its place."""
+    defaults = (tree.get("defaults") or {}).get("policies") or {}
+    for section in ((tree["policies"] or {}).get(policy) or {}, defaults):
+        nodes = (section.get("trainer") or {}).get("nodes")
+        if nodes:
+            return len(nodes) if isinstance(nodes, list) else 1
+    return 1
 
 
 def _variables(kind: str, names: list[str], environment: Mapping[str, str]) -> list[tuple[str, str]]:

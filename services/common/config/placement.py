@@ -24,14 +24,15 @@ class GpuClaim:
 
 
 def gpu_claims(inference: Mapping[str, InferenceConfig], policies: Mapping[str, PolicyConfig]) -> list[GpuClaim]:
-    """Every section that names GPUs. Trainers run on node 0."""
+    """Every section that names GPUs; a trainer takes them on each of its nodes."""
     claims = [
         GpuClaim(where=f"inference.{name}.gpus", node=service.node, gpus=tuple(service.gpus))
         for name, service in inference.items()
     ]
     claims += [
-        GpuClaim(where=f"policies.{name}.trainer.gpus", node=0, gpus=tuple(policy.trainer.gpus))
+        GpuClaim(where=f"policies.{name}.trainer.gpus", node=node, gpus=tuple(policy.trainer.gpus))
         for name, policy in policies.items()
+        for node in policy.trainer.nodes
     ]
     return [claim for claim in claims if claim.gpus]
 
@@ -115,14 +116,43 @@ def _check_embedded(where: str, service: InferenceConfig) -> None:
 
 def _check_trainer(where: str, policy: PolicyConfig) -> None:
     trainer = policy.trainer
+    _check_nodes(where, policy)
     if not trainer.gpus:
         return
     if len(set(trainer.gpus)) != len(trainer.gpus):
         raise ValueError(f"{where}.gpus {trainer.gpus} names a GPU twice")
     if trainer.device == "cpu":
         raise ValueError(f"{where}.gpus is {trainer.gpus}, but {where}.device is cpu: leave one of them out")
-    if len(trainer.gpus) != trainer.num_ranks:
+    held = len(trainer.gpus) * len(trainer.nodes)
+    if held != trainer.num_ranks:
+        on = f" on each of {len(trainer.nodes)} nodes" if len(trainer.nodes) > 1 else ""
         raise ValueError(
-            f"{where}.gpus has {len(trainer.gpus)} GPUs for {trainer.num_ranks} ranks, which have one each: "
-            f"write {where}.num_ranks: {len(trainer.gpus)}, or {trainer.num_ranks} GPUs"
+            f"{where}.gpus has {len(trainer.gpus)} GPUs{on} for {trainer.num_ranks} ranks, which have one each: "
+            f"write {where}.num_ranks: {held}, or {trainer.num_ranks // len(trainer.nodes)} GPUs"
+        )
+
+
+def _check_nodes(where: str, policy: PolicyConfig) -> None:
+    trainer = policy.trainer
+    num_nodes = len(trainer.nodes)
+    if trainer.nodes[0] != 0 or len(set(trainer.nodes)) != num_nodes:
+        raise ValueError(
+            f"{where}.nodes is {trainer.nodes}: the first rank, which publishes, is on node 0; "
+            "write 0 first and no node twice"
+        )
+    if num_nodes == 1:
+        return
+    if trainer.num_ranks % num_nodes:
+        raise ValueError(
+            f"{where}.num_ranks is {trainer.num_ranks}, which {num_nodes} nodes ({where}.nodes) cannot share evenly: "
+            f"write a multiple of {num_nodes}"
+        )
+    if not trainer.rendezvous_port:
+        raise ValueError(
+            f"{where}.rendezvous_port is 0, a free port, which other nodes cannot know: write a number, such as 29541"
+        )
+    if not trainer.interface:
+        raise ValueError(
+            f"{where}.interface is missing: ranks on several nodes exchange gradients unencrypted, so name the network "
+            "interface of a private network between them, such as eth1"
         )

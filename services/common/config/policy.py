@@ -12,6 +12,8 @@ from services.common.config.optimizer import OptimizerConfig
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
+OFFLOAD_BUCKET_BYTES = 256 << 20  # of parameters whose moments travel together when the optimizer is offloaded
+
 
 class ModelConfig(Section):
     path: str | None = None
@@ -97,12 +99,19 @@ class TrainerConfig(Section):
     port: int = Field(default=50071, ge=0, le=65535)
     """Port of the trainer's StatusService; 0 takes a free one."""
     num_ranks: int = Field(default=1, ge=1)
-    """Processes that share the training (FSDP2)."""
+    """Processes that share the training (FSDP2), on all nodes together."""
+    nodes: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
+    """Nodes over which the ranks are spread, as many on each; the first is 0. Several need a directory that all of them see
+    for the run's checkpoints, a `rendezvous_port`, and an `interface`."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
-    """GPUs that it gets for itself, one per rank; empty: it sees what its environment shows. Variable: TRAINER_<POLICY>_GPUS,
-    which also sets `num_ranks`."""
+    """GPUs that it gets for itself on each of its nodes, one per rank; empty: it sees what its environment shows. Variable:
+    TRAINER_<POLICY>_GPUS, which also sets `num_ranks`."""
     rendezvous_port: int = Field(default=0, ge=0, le=65535)
-    """Port at which several ranks find each other; 0 takes a free one."""
+    """Port at which several ranks find each other; 0 takes a free one, on one node."""
+    interface: str = ""
+    """Network interface between several nodes, such as `eth1` (a node may name another in GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME). Gradients cross it without encryption or authentication: NCCL and gloo have none. So it must be of
+    a private network, and it has no default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a GPU when there is one."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -111,6 +120,15 @@ class TrainerConfig(Section):
     """Type of forward and backward."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    offload: list[Literal["optimizer", "reference"]] = []
+    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the model of the
+    KL term, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
+    the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What one rank's device can do in `compute_dtype`, in 10^12 floating-point operations per second, for the metric `mfu`;
+    left out, from a table of GPUs, and no `mfu` for a device that is not in it."""
     token_budget: int = Field(default=16384, ge=16)
     """Tokens of one packed micro-batch. Changes memory and speed, never the gradient."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)

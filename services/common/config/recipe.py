@@ -17,6 +17,7 @@ from services.common.config.security import SecurityConfig
 from services.common.config.services import (
     InferenceConfig,
     LaunchConfig,
+    MetricsConfig,
     OrchestratorConfig,
     RolloutConfig,
     WarmStartConfig,
@@ -70,6 +71,8 @@ class Recipe(Section):
     """How processes are started and stopped."""
     security: SecurityConfig = SecurityConfig()
     """Who may reach the services."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Metrics for Prometheus."""
 
     @field_validator("policies", "inference")
     @classmethod
@@ -177,6 +180,12 @@ class Recipe(Section):
             if port and port in ports:
                 raise ValueError(f"{where} and {ports[port]} are both {port}: give one of them another port")
             ports[port] = where
+        for name in self.metrics.ports:
+            if name not in self.processes_with_metrics():
+                raise ValueError(
+                    f"metrics.ports names {name!r}, which is no process of this recipe; write one of "
+                    f"{', '.join(self.processes_with_metrics())}"
+                )
 
     def compositions(self) -> list[tuple[str, ...]]:
         """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
@@ -188,6 +197,11 @@ class Recipe(Section):
         if self.rollout.policies == "apart":
             return [(policy,) for policy in chosen or self.policies]
         return [chosen]
+
+    def nodes(self) -> list[int]:
+        """The nodes that it names, 0 first."""
+        named = {service.node for service in self.inference.values()}
+        return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
@@ -204,7 +218,15 @@ class Recipe(Section):
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
             ports.append((f"policies.{name}.trainer.rendezvous_port", policy.trainer.rendezvous_port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
+        if self.metrics.enabled:
+            ports += [(f"metrics.ports.{name}", port) for name, port in self.metrics.ports.items()]
         return ports
+
+    def processes_with_metrics(self) -> list[str]:
+        """Everything that serves metrics, by the names that `metrics.ports` knows."""
+        trainers = [f"{kind}-{policy}" for policy in self.policies for kind in ("trainer", "publisher")]
+        inference = [f"inference-{name}" for name in self.inference]
+        return ["orchestrator", *inference, *trainers, *(["envgateway", "worker"] if self.envgateway else [])]
 
     def optimizer(self, policy: str) -> OptimizerConfig:
         """The optimizer of a policy, its schedule spanning the whole run unless the recipe says otherwise."""

@@ -23,6 +23,8 @@ class RolloutConfig(Section):
     """A rollout that takes longer is a failure."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
+    timing: bool = True
+    """Keep with each record what its rollout did and when, for `millrace trace`."""
 
 
 class OrchestratorConfig(Section):
@@ -148,3 +150,11 @@ class LaunchConfig(Section):
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
     """Memory of each GPU. `millrace check` and `millrace run` refuse what cannot fit."""
+
+
+class MetricsConfig(Section):
+    enabled: bool = False
+    """Every process serves `/metrics` for Prometheus over HTTP, and writes where into RUN/prometheus."""
+    ports: dict[str, Annotated[int, Field(ge=0, le=65535)]] = {}
+    """Ports by process (orchestrator, inference-NAME, trainer-POLICY, publisher-POLICY, envgateway, worker); who is not
+    named takes a free one."""

@@ -58,6 +58,12 @@ class Listener:
         """Whether it is https."""
         return self._identity is not None
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of everything that is served."""
+        found = self._runner.app.router.resources()
+        return [(route.method, resource.canonical) for resource in found for route in resource]
+
     async def start(self) -> int:
         """Returns the port. Raises ``ConfigError`` for one that is taken."""
         await self._runner.setup()

@@ -485,7 +485,7 @@ class ComputeRewardRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """The key of this request; empty for none."""
     reward: builtins.str
-    """A built-in name ("math", "boxed") or an import path ("package.module:function")."""
+    """A built-in name ("math", "boxed"), or an import path that the gateway's config names ("package.module:function")."""
     task_json: builtins.bytes
     """The task's dataset row as JSON."""
     completion: builtins.str

@@ -11,6 +11,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import services.common.pb.account_pb2
 import services.common.pb.trajectory_pb2
 import services.common.pb.weights_pb2
 import sys
@@ -454,6 +455,8 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     EMISSION_INTERVALS_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
     WEIGHT_TRANSFERS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """The replica."""
     incarnation: builtins.str
@@ -482,6 +485,14 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     def weight_transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.weights_pb2.WeightTransfer]:
         """Weight transfers that ended since the last report."""
 
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.TimeAccount]:
+        """Where its time goes: its slots, the weights of each policy, its records on their way."""
+
+    @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.PeerState]:
+        """What it depends on, as it sees it."""
+
     def __init__(
         self,
         *,
@@ -494,8 +505,10 @@ class ReportReplicaRequest(google.protobuf.message.Message):
         emission_intervals: collections.abc.Iterable[Global___Interval] | None = ...,
         gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         weight_transfers: collections.abc.Iterable[services.common.pb.weights_pb2.WeightTransfer] | None = ...,
+        accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
+        peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
 
 Global___ReportReplicaRequest: typing_extensions.TypeAlias = ReportReplicaRequest
 

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import services.common.pb.account_pb2
 import sys
 import typing
 
@@ -143,6 +144,9 @@ class RunProgress(google.protobuf.message.Message):
     EVALUATIONS_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    STARTED_AT_FIELD_NUMBER: builtins.int
+    STALLS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
     state: Global___RunState.ValueType
     """The state."""
     tokens_per_s: builtins.float
@@ -171,6 +175,18 @@ class RunProgress(google.protobuf.message.Message):
     def waits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Who waits for whom, for people."""
 
+    @property
+    def started_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the run began."""
+
+    @property
+    def stalls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Stall]:
+        """What keeps the run from going on, or will; empty while all is well."""
+
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.TimeAccount]:
+        """Where the time of every component goes, as it last reported."""
+
     def __init__(
         self,
         *,
@@ -182,11 +198,57 @@ class RunProgress(google.protobuf.message.Message):
         evaluations: collections.abc.Iterable[Global___EvaluationResult] | None = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         waits: collections.abc.Iterable[builtins.str] | None = ...,
+        started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        stalls: collections.abc.Iterable[Global___Stall] | None = ...,
+        accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["at", b"at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at", b"at", "counters", b"counters", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["at", b"at", "started_at", b"started_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
 
 Global___RunProgress: typing_extensions.TypeAlias = RunProgress
+
+@typing.final
+class Stall(google.protobuf.message.Message):
+    """Something that stands still, with its cause."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    ADVICE_FIELD_NUMBER: builtins.int
+    CHAIN_FIELD_NUMBER: builtins.int
+    component: builtins.str
+    """Who is the cause, such as "envgateway" or "trainer/model0/rank1"."""
+    cause: builtins.str
+    """Which cause, one word of a fixed list, such as "silent" or "no_free_disk" (docs/observability.md)."""
+    detail: builtins.str
+    """The cause in a sentence."""
+    advice: builtins.str
+    """What to do."""
+    @property
+    def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """Since when, as far as it is known."""
+
+    @property
+    def chain(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Who waits for whom because of it, from the run down to the component."""
+
+    def __init__(
+        self,
+        *,
+        component: builtins.str = ...,
+        cause: builtins.str = ...,
+        detail: builtins.str = ...,
+        since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        advice: builtins.str = ...,
+        chain: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["since", b"since"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["advice", b"advice", "cause", b"cause", "chain", b"chain", "component", b"component", "detail", b"detail", "since", b"since"]) -> None: ...
+
+Global___Stall: typing_extensions.TypeAlias = Stall
 
 @typing.final
 class PolicyProgress(google.protobuf.message.Message):
@@ -219,6 +281,7 @@ class PolicyProgress(google.protobuf.message.Message):
     STALENESS_MAX_FIELD_NUMBER: builtins.int
     TRAINER_STATE_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    QUOTA_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy."""
     version: builtins.int
@@ -235,6 +298,8 @@ class PolicyProgress(google.protobuf.message.Message):
     """Largest staleness in the last batch."""
     trainer_state: builtins.str
     """What its trainer is doing."""
+    quota: builtins.int
+    """Sequences that its staleness quota allows for, those in training included."""
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Metrics of the newest training step."""
@@ -251,8 +316,9 @@ class PolicyProgress(google.protobuf.message.Message):
         staleness_max: builtins.int = ...,
         trainer_state: builtins.str = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        quota: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "num_buffered", b"num_buffered", "num_expected", b"num_expected", "num_steps", b"num_steps", "policy", b"policy", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "trainer_state", b"trainer_state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "num_buffered", b"num_buffered", "num_expected", b"num_expected", "num_steps", b"num_steps", "policy", b"policy", "quota", b"quota", "reward_mean", b"reward_mean", "staleness_max", b"staleness_max", "trainer_state", b"trainer_state", "version", b"version"]) -> None: ...
 
 Global___PolicyProgress: typing_extensions.TypeAlias = PolicyProgress
 

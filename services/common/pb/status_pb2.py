@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from . import account_pb2 as millrace_dot_v1_dot_account__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/status.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x12\n\x10GetStatusRequest\"\xde\x02\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06gauges\x18\x06 \x03(\x0b\x32*.millrace.v1.GetStatusResponse.GaugesEntry\x12:\n\x06labels\x18\x07 \x03(\x0b\x32*.millrace.v1.GetStatusResponse.LabelsEntry\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32[\n\rStatusService\x12J\n\tGetStatus\x12\x1d.millrace.v1.GetStatusRequest\x1a\x1e.millrace.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18millrace/v1/status.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19millrace/v1/account.proto\"\x12\n\x10GetStatusRequest\"\x8a\x03\n\x11GetStatusResponse\x12\x0f\n\x07service\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06gauges\x18\x06 \x03(\x0b\x32*.millrace.v1.GetStatusResponse.GaugesEntry\x12:\n\x06labels\x18\x07 \x03(\x0b\x32*.millrace.v1.GetStatusResponse.LabelsEntry\x12*\n\x08\x61\x63\x63ounts\x18\x14 \x03(\x0b\x32\x18.millrace.v1.TimeAccount\x1a-\n\x0bGaugesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32[\n\rStatusService\x12J\n\tGetStatus\x12\x1d.millrace.v1.GetStatusRequest\x1a\x1e.millrace.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,14 +37,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_options = b'8\001'
   _globals['_GETSTATUSRESPONSE_LABELSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_GETSTATUSREQUEST']._serialized_start=74
-  _globals['_GETSTATUSREQUEST']._serialized_end=92
-  _globals['_GETSTATUSRESPONSE']._serialized_start=95
-  _globals['_GETSTATUSRESPONSE']._serialized_end=445
-  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_start=353
-  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_end=398
-  _globals['_GETSTATUSRESPONSE_LABELSENTRY']._serialized_start=400
-  _globals['_GETSTATUSRESPONSE_LABELSENTRY']._serialized_end=445
-  _globals['_STATUSSERVICE']._serialized_start=447
-  _globals['_STATUSSERVICE']._serialized_end=538
+  _globals['_GETSTATUSREQUEST']._serialized_start=101
+  _globals['_GETSTATUSREQUEST']._serialized_end=119
+  _globals['_GETSTATUSRESPONSE']._serialized_start=122
+  _globals['_GETSTATUSRESPONSE']._serialized_end=516
+  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_start=424
+  _globals['_GETSTATUSRESPONSE_GAUGESENTRY']._serialized_end=469
+  _globals['_GETSTATUSRESPONSE_LABELSENTRY']._serialized_start=471
+  _globals['_GETSTATUSRESPONSE_LABELSENTRY']._serialized_end=516
+  _globals['_STATUSSERVICE']._serialized_start=518
+  _globals['_STATUSSERVICE']._serialized_end=609
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import services.common.pb.account_pb2
 import sys
 import typing
 
@@ -76,6 +77,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     STARTED_AT_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
     service: builtins.str
     """orchestrator, inference, trainer, publisher or envgateway."""
     instance_id: builtins.str
@@ -96,6 +98,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Texts worth watching, such as isolation_tier or waiting_for."""
 
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.TimeAccount]:
+        """Where its time goes."""
+
     def __init__(
         self,
         *,
@@ -106,8 +112,9 @@ class GetStatusResponse(google.protobuf.message.Message):
         started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["started_at", b"started_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gauges", b"gauges", "instance_id", b"instance_id", "labels", b"labels", "run_id", b"run_id", "service", b"service", "started_at", b"started_at", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "gauges", b"gauges", "instance_id", b"instance_id", "labels", b"labels", "run_id", b"run_id", "service", b"service", "started_at", b"started_at", "state", b"state"]) -> None: ...
 
 Global___GetStatusResponse: typing_extensions.TypeAlias = GetStatusResponse

@@ -10,6 +10,7 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import google.protobuf.timestamp_pb2
+import services.common.pb.account_pb2
 import services.common.pb.pool_pb2
 import services.common.pb.trajectory_pb2
 import services.common.pb.weights_pb2
@@ -242,6 +243,9 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: builtins.int
     GAUGES_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ACCOUNTS_FIELD_NUMBER: builtins.int
+    PEERS_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
     incarnation: builtins.str
@@ -252,9 +256,21 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     """waiting_for_batch, training, publishing, checkpointing, replaying or paused."""
     checkpoint_step: builtins.int
     """The step of the newest durable checkpoint; recorded batches after it are kept."""
+    rank: builtins.int
+    """The rank that reports, from 0. Only rank 0 renews the lease and says step and state; the others, with an incarnation
+    of their own, say where their time goes.
+    """
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Numbers worth watching."""
+
+    @property
+    def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.TimeAccount]:
+        """Where its time goes."""
+
+    @property
+    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.PeerState]:
+        """What it depends on, as it sees it."""
 
     def __init__(
         self,
@@ -265,8 +281,11 @@ class ReportTrainerRequest(google.protobuf.message.Message):
         state: builtins.str = ...,
         checkpoint_step: builtins.int = ...,
         gauges: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        rank: builtins.int = ...,
+        accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
+        peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_step", b"checkpoint_step", "gauges", b"gauges", "incarnation", b"incarnation", "policy", b"policy", "state", b"state", "training_step", b"training_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "gauges", b"gauges", "incarnation", b"incarnation", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
 
 Global___ReportTrainerRequest: typing_extensions.TypeAlias = ReportTrainerRequest
 

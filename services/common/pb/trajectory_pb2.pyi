@@ -233,6 +233,7 @@ class Trajectory(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     STARTED_AT_FIELD_NUMBER: builtins.int
     FINISHED_AT_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
     task_group_id: builtins.str
     """The task group it belongs to."""
     index: builtins.int
@@ -255,6 +256,10 @@ class Trajectory(google.protobuf.message.Message):
     def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it ended."""
 
+    @property
+    def timing(self) -> Global___RolloutTiming:
+        """What happened to it on its replica, for people; absent where nobody recorded it."""
+
     def __init__(
         self,
         *,
@@ -265,11 +270,99 @@ class Trajectory(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         finished_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        timing: Global___RolloutTiming | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["finished_at", b"finished_at", "started_at", b"started_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished_at", b"finished_at", "index", b"index", "metrics", b"metrics", "reward", b"reward", "sequences", b"sequences", "started_at", b"started_at", "task_group_id", b"task_group_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["finished_at", b"finished_at", "started_at", b"started_at", "timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["finished_at", b"finished_at", "index", b"index", "metrics", b"metrics", "reward", b"reward", "sequences", b"sequences", "started_at", b"started_at", "task_group_id", b"task_group_id", "timing", b"timing"]) -> None: ...
 
 Global___Trajectory: typing_extensions.TypeAlias = Trajectory
+
+@typing.final
+class RolloutPhase(google.protobuf.message.Message):
+    """One thing that a rollout did or waited for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: builtins.int
+    BEGIN_S_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    POLICY_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    FIRST_VERSION_FIELD_NUMBER: builtins.int
+    LAST_VERSION_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    what: builtins.str
+    """generate, create_episode, step, close_episode, execute_code, compute_reward, judge or retry."""
+    begin_s: builtins.float
+    """Seconds from the rollout's start to its beginning."""
+    seconds: builtins.float
+    """How long it took."""
+    policy: builtins.str
+    """The policy that generated; empty for everything else."""
+    num_tokens: builtins.int
+    """Tokens that it generated."""
+    first_version: builtins.int
+    """The oldest weight version that computed one of these tokens; -1 where there are none."""
+    last_version: builtins.int
+    """The newest."""
+    detail: builtins.str
+    """What came of it, in a few words: "reward 1", "turn 3", the error."""
+    def __init__(
+        self,
+        *,
+        what: builtins.str = ...,
+        begin_s: builtins.float = ...,
+        seconds: builtins.float = ...,
+        policy: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        first_version: builtins.int = ...,
+        last_version: builtins.int = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_s", b"begin_s", "detail", b"detail", "first_version", b"first_version", "last_version", b"last_version", "num_tokens", b"num_tokens", "policy", b"policy", "seconds", b"seconds", "what", b"what"]) -> None: ...
+
+Global___RolloutPhase: typing_extensions.TypeAlias = RolloutPhase
+
+@typing.final
+class RolloutTiming(google.protobuf.message.Message):
+    """When a rollout was where, on the replica's clock. Nothing is decided by it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACCEPTED_AT_FIELD_NUMBER: builtins.int
+    SENT_AT_FIELD_NUMBER: builtins.int
+    NUM_SENDS_FIELD_NUMBER: builtins.int
+    NUM_RETRIES_FIELD_NUMBER: builtins.int
+    PHASES_FIELD_NUMBER: builtins.int
+    num_sends: builtins.int
+    """How often it was written; more than once when streams broke before it was acknowledged."""
+    num_retries: builtins.int
+    """How often it was played again after an infrastructure failure."""
+    @property
+    def accepted_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """The order came to the replica; before the start by what it waited for a free slot."""
+
+    @property
+    def sent_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """The record was written to the stream, for the last time."""
+
+    @property
+    def phases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RolloutPhase]:
+        """What it did, in order of beginning."""
+
+    def __init__(
+        self,
+        *,
+        accepted_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        sent_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        num_sends: builtins.int = ...,
+        num_retries: builtins.int = ...,
+        phases: collections.abc.Iterable[Global___RolloutPhase] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "sent_at", b"sent_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_at", b"accepted_at", "num_retries", b"num_retries", "num_sends", b"num_sends", "phases", b"phases", "sent_at", b"sent_at"]) -> None: ...
+
+Global___RolloutTiming: typing_extensions.TypeAlias = RolloutTiming
 
 @typing.final
 class RolloutFailure(google.protobuf.message.Message):
@@ -281,6 +374,9 @@ class RolloutFailure(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    STARTED_AT_FIELD_NUMBER: builtins.int
+    FINISHED_AT_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
     task_group_id: builtins.str
     """The task group it belongs to."""
     index: builtins.int
@@ -289,6 +385,18 @@ class RolloutFailure(google.protobuf.message.Message):
     """A short, countable name, such as "PROMPT_TOO_LONG"."""
     detail: builtins.str
     """What happened, for people."""
+    @property
+    def started_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the rollout began, on the replica's clock; absent when it never did."""
+
+    @property
+    def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it ended."""
+
+    @property
+    def timing(self) -> Global___RolloutTiming:
+        """What happened to it on its replica, for people; absent where nobody recorded it."""
+
     def __init__(
         self,
         *,
@@ -296,8 +404,12 @@ class RolloutFailure(google.protobuf.message.Message):
         index: builtins.int = ...,
         reason: builtins.str = ...,
         detail: builtins.str = ...,
+        started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        finished_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        timing: Global___RolloutTiming | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "index", b"index", "reason", b"reason", "task_group_id", b"task_group_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["finished_at", b"finished_at", "started_at", b"started_at", "timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "finished_at", b"finished_at", "index", b"index", "reason", b"reason", "started_at", b"started_at", "task_group_id", b"task_group_id", "timing", b"timing"]) -> None: ...
 
 Global___RolloutFailure: typing_extensions.TypeAlias = RolloutFailure
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -18,6 +21,8 @@ log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
+
+TELL_AGAIN_S = 1.0  # of the same refusal
 
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
@@ -79,7 +84,14 @@ async def written(behaviour: Any, request: Any, context: Any) -> None:
 
 
 class ErrorInterceptor(CallInterceptor):
-    """Our errors become structured statuses; anything else is a bug: logged with its trace, told as INTERNAL."""
+    """Our errors become structured statuses; anything else is a bug: logged with its trace, told as INTERNAL.
+
+    The same refusal is logged once a second, however often it happens: no peer fills the disk with log lines.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[str, str], float] = {}  # by method and reason, both ours: a small table
+        self._untold: Counter[tuple[str, str]] = Counter()
 
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -90,12 +102,30 @@ class ErrorInterceptor(CallInterceptor):
         except grpc.aio.InternalError:
             log.debug("rpc.client_left", method=method)  # in the middle of a write; nobody is there to be told
         except MillraceError as error:
-            log.info("rpc.refused", method=method, reason=error.reason, error=error.message)
-            await context.abort_with_status(to_status(error))
+            self._tell(method, error)
+            await _abort(method, context, error)
         except Exception:
             # The boundary of the process: the caller must get an answer, and the trace stays here.
             log.exception("rpc.failed", method=method)
-            await context.abort_with_status(to_status(MillraceError("internal error")))
+            await _abort(method, context, MillraceError("internal error"))
+
+    def _tell(self, method: str, error: MillraceError) -> None:
+        kind, now = (method, error.reason), time.monotonic()
+        if now - self._told.get(kind, -TELL_AGAIN_S) < TELL_AGAIN_S:
+            self._untold[kind] += 1
+            return
+        self._told[kind] = now
+        untold = {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}
+        log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
+
+
+async def _abort(method: str, context: Context, error: MillraceError) -> None:
+    try:
+        await context.abort_with_status(to_status(error))
+    except grpc.aio.InternalError:
+        # The caller left before it could be told. grpc would log this with its trace for everybody who does so.
+        log.debug("rpc.client_left", method=method)
+        raise asyncio.CancelledError from None
 
 
 class ContextInterceptor(CallInterceptor):

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -24,15 +24,20 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.accounts import AccountState
 from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import KEEPALIVE
 from services.common.rpc.credentials import server_credentials
 from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
+from services.common.rpc.limits import server_options
+from services.common.rpc.messages import MessageInterceptor, RateInterceptor
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.serde import timestamp_to_proto
+from services.common.serde_accounts import account_to_proto
+from services.common.status import ProcessStatus
 
 log = structlog.get_logger()
 
@@ -42,6 +47,7 @@ STOP_CALLBACK_S = 30.0
 
 Gauges = Callable[[], Mapping[str, float]]
 Labels = Callable[[], Mapping[str, str]]
+Accounts = Callable[[], Iterable[AccountState]]
 
 
 class Server:
@@ -71,9 +77,18 @@ class Server:
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=[ContextInterceptor(), ErrorInterceptor(), *_authentication(self.identity), *interceptors],
+            interceptors=[
+                ContextInterceptor(),
+                ErrorInterceptor(),
+                *_authentication(self.identity),
+                RateInterceptor(),
+                *_authentication(self.identity),
+                *interceptors,
+                MessageInterceptor(),
+            ],
             options=[
                 *KEEPALIVE,
+                *server_options(service),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.so_reuseport", 0),  # or two services would share a port and each see half of the calls
             ],
@@ -104,6 +119,14 @@ class Server:
     def set_gauges(self, gauges: Gauges, labels: Labels = dict) -> None:
         """Numbers and texts that GetStatus shows."""
         self._status.gauges, self._status.labels = gauges, labels
+
+    def set_accounts(self, accounts: Accounts) -> None:
+        """Where this process's time goes, for GetStatus."""
+        self._status.accounts = accounts
+
+    def status(self) -> ProcessStatus:
+        """What GetStatus answers, now."""
+        return self._status.now()
 
     def set_run_id(self, run_id: str) -> None:
         check_bind(self.service, self.host, self.identity, run_id)
@@ -190,18 +213,33 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self.state = "starting"
         self.gauges: Gauges = dict
         self.labels: Labels = dict
+        self.accounts: Accounts = tuple
 
-    async def GetStatus(
-        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> status_pb2.GetStatusResponse:
-        return status_pb2.GetStatusResponse(
+    def now(self) -> ProcessStatus:
+        return ProcessStatus(
             service=self._service,
             instance_id=self._instance_id,
             run_id=self.run_id,
             state=self.state,
-            started_at=timestamp_to_proto(self._started_at),
+            started_at=self._started_at,
             gauges=dict(self.gauges()),
             labels=dict(self.labels()),
+            accounts=tuple(self.accounts()),
+        )
+
+    async def GetStatus(
+        self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> status_pb2.GetStatusResponse:
+        now = self.now()
+        return status_pb2.GetStatusResponse(
+            service=now.service,
+            instance_id=now.instance_id,
+            run_id=now.run_id,
+            state=now.state,
+            started_at=timestamp_to_proto(now.started_at),
+            gauges=now.gauges,
+            labels=now.labels,
+            accounts=[account_to_proto(account) for account in now.accounts],
         )
 
 

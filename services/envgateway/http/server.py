@@ -68,6 +68,11 @@ class HttpServer:
     def port(self) -> int:
         return self._listener.port
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of everything that is served."""
+        return self._listener.routes
+
     async def start(self) -> int:
         """Returns the port."""
         return await self._listener.start()

@@ -65,6 +65,7 @@ class Turns:
         return {
             **{f"queue_{lane}_waiting": float(len(waiting)) for lane, waiting in self._waiting.items()},
             **{f"queue_{lane}_running": float(self._running[lane]) for lane in Lane},
+            "queue_mean_s": self._mean_s,
             **{f"queue_{name}": float(count) for name, count in self.counts.items()},
         }
 

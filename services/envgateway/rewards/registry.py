@@ -1,10 +1,14 @@
-"""Reward functions by name: the built-in ones, and any function by import path."""
+"""Reward functions by name: the built-in ones, and those that the recipe names by import path.
+
+A caller names a function and never a module to import: whoever may ask for a reward could else run any code of this
+machine in the gateway's own process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
@@ -26,12 +30,13 @@ FUNCTION_TIMEOUT_S = 60.0
 class Rewards:
     """``compute`` scores a completion with a named function."""
 
-    def __init__(self, math_pool: MathPool, queue: JudgeQueue | None = None) -> None:
-        """Without a queue there is no ``code`` reward."""
+    def __init__(self, math_pool: MathPool, queue: JudgeQueue | None = None, paths: Iterable[str] = ()) -> None:
+        """Without a queue there is no ``code`` reward. ``paths`` are the import paths that callers may name
+        (``envgateway.rewards``); ``ConfigError`` for one that cannot be loaded."""
         self._functions: dict[str, RewardFunction] = {"boxed": boxed_match, "math": MathReward(math_pool)}
         if queue is not None:
             self._functions["code"] = CodeReward(queue)
-        self._loaded: dict[str, RewardFunction] = {}  # by import path
+        self._functions |= {path: _load(path) for path in paths}
         self.counts: Counter[RewardOutcome] = Counter()
 
     async def compute(self, name: str, task: Mapping[str, Any], completion: str) -> RewardResult:
@@ -57,22 +62,23 @@ class Rewards:
         return result
 
     def _find(self, name: str) -> RewardFunction:
-        function = self._functions.get(name) or self._loaded.get(name)
+        function = self._functions.get(name)
         if function is not None:
             return function
-        if ":" not in name:
-            known = ", ".join(sorted(self._functions))
+        known = ", ".join(sorted(self._functions))
+        if ":" in name:
             raise InvalidRequestError(
-                f"unknown reward {name!r}; write one of {known}, or an import path such as package.module:function"
+                f"the reward {name!r} is not one that this gateway offers: name its import path in envgateway.rewards of "
+                f"the recipe, or write one of {known}"
             )
-        try:
-            loaded = load_object(name)
-        except ConfigError as error:
-            raise InvalidRequestError(error.message) from error
-        if not callable(loaded):
-            raise InvalidRequestError(f"the reward {name} is a {type(loaded).__name__}, not a function")
-        self._loaded[name] = loaded
-        return loaded  # type: ignore[no-any-return]
+        raise InvalidRequestError(f"unknown reward {name!r}; write one of {known}")
+
+
+def _load(path: str) -> RewardFunction:
+    loaded = load_object(path)
+    if not callable(loaded):
+        raise ConfigError(f"envgateway.rewards: {path} is a {type(loaded).__name__}, not a function")
+    return loaded  # type: ignore[no-any-return]
 
 
 async def _call(function: RewardFunction, task: Mapping[str, Any], completion: str) -> RewardResult:

@@ -47,6 +47,11 @@ class TaskServer:
     def port(self) -> int:
         return self._listener.port
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of everything that is served."""
+        return self._listener.routes
+
     async def start(self) -> int:
         """Returns the port."""
         port = await self._listener.start()

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from services.common import logs
-from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
 from services.common.process import die_with_parent_if_asked
 from services.envgateway.sandbox.pool import SandboxPool
@@ -43,17 +43,19 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        settings = worker_settings(_section(arguments))
+        recipe = _recipe(arguments)
+        settings = worker_settings(recipe.envgateway if recipe else None)
         logs.configure("envgateway", arguments.run_dir, instance=f"worker-{os.getpid()}")
         sandbox = SandboxPool.start_before_threads(settings.sandbox)
         from services.envgateway.worker.app import work  # redis and asyncio, and with them threads, only now
 
-        asyncio.run(work(settings, sandbox))
+        metrics, run_id = (recipe.metrics, recipe.run.id or "") if recipe else (None, "")
+        asyncio.run(work(settings, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 
 
-def _section(arguments: argparse.Namespace) -> EnvGatewayConfig | None:
+def _recipe(arguments: argparse.Namespace) -> Recipe | None:
     if arguments.run_dir is not None:
         recipe = load_resolved(arguments.run_dir)
     elif arguments.recipe is not None:
@@ -62,7 +64,7 @@ def _section(arguments: argparse.Namespace) -> EnvGatewayConfig | None:
         return None
     if recipe.envgateway is None:
         raise ConfigError("the recipe has no gateway: write envgateway: {}")
-    return recipe.envgateway
+    return recipe
 
 
 if __name__ == "__main__":

@@ -6,8 +6,14 @@ import asyncio
 import os
 import signal
 import socket
+import time
+from pathlib import Path
 
+from services.common.config.services import MetricsConfig
+from services.common.prometheus.serving import metrics_server
+from services.common.status import ProcessStatus
 from services.envgateway.judge.judge import Judge
+from services.envgateway.prometheus import WORKER_METRICS
 from services.envgateway.queue.base import LocalRunner
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import Names
@@ -18,8 +24,15 @@ from services.envgateway.worker.worker import Worker
 _DRAIN_GRACE_S = 5.0
 
 
-async def work(settings: WorkerSettings, sandbox: SandboxPool) -> None:
-    """Take jobs until SIGTERM or SIGINT, then let what runs end.
+async def work(
+    settings: WorkerSettings,
+    sandbox: SandboxPool,
+    *,
+    metrics: MetricsConfig | None = None,
+    run_id: str = "",
+    run_dir: Path | None = None,
+) -> None:
+    """Take jobs until SIGTERM or SIGINT, then let what runs end. Metrics are served on loopback.
 
     Raises:
         ConfigError: a URI that cannot be used.
@@ -37,8 +50,27 @@ async def work(settings: WorkerSettings, sandbox: SandboxPool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)
+    started_at = time.time()
+
+    def status() -> ProcessStatus:
+        return ProcessStatus(
+            service="worker",
+            instance_id=worker.name,
+            run_id=run_id,
+            state="ready",
+            started_at=started_at,
+            gauges=worker.gauges,
+        )
+
+    served = metrics_server(
+        metrics or MetricsConfig(), status, WORKER_METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
+    )
     try:
+        if served is not None:
+            await served.start()
         await worker.run(drain_s=settings.sandbox.wall_time_s + _DRAIN_GRACE_S)
     finally:
+        if served is not None:
+            await served.stop()
         await sandbox.close()
         await client.aclose()

@@ -130,6 +130,11 @@ class EndpointServer:
     def base_url(self) -> str:
         return base_url(self._host, self._listener.port, secure=self._listener.is_secure)
 
+    @property
+    def routes(self) -> list[tuple[str, str]]:
+        """Method and path of everything that is served."""
+        return self._listener.routes
+
     async def start(self) -> int:
         """Returns the port."""
         if self._who is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.inference.engine.base import Engine
 from services.inference.engine.weight_update import WeightUpdate
@@ -17,6 +18,7 @@ class AnnouncedVersions:
 
     def __init__(self, policy: str, engine: Engine) -> None:
         self._engine = engine
+        self.account = TimeAccount(f"weights/{policy}", rest=Activity("up to date"))
         self._held = WeightVersion(policy=policy, number=-1, digest="")
         self._wanted = self._held
         self._changed = asyncio.Event()
@@ -44,5 +46,7 @@ class AnnouncedVersions:
             await self._changed.wait()
             self._changed.clear()
             wanted = self._wanted
-            await self._engine.update(WeightUpdate(version=wanted.number, complete=False))
+            with self.account.during("changing the engine's weights", on=f"engine/{wanted.policy}"):
+                await self._engine.update(WeightUpdate(version=wanted.number, complete=False))
+            self.account.beat()
             self._held = WeightVersion(policy=wanted.policy, number=wanted.number, digest=wanted.digest)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from services.common.errors import InfrastructureError, MillraceError
-from services.common.loopback import is_loopback
+from services.common.hosts import host_of, is_here
 from services.common.types import FetchPlan, WeightVersion
 from services.common.weights.manifest import BaseVersion, Payload
 from services.inference.weights.fetch import Fetched, fetch
@@ -56,7 +56,7 @@ class SourceFetcher:
     def _in_order(self, sources: Sequence[str]) -> Sequence[str]:
         """The publisher, named last, comes first on its own host: its file is mapped, which costs it nothing."""
         publisher = sources[-1]
-        if "mapped" in self._transports and is_loopback(publisher.rpartition(":")[0]):
+        if "mapped" in self._transports and is_here(host_of(publisher)):
             return (publisher, *sources[:-1])
         return sources
 

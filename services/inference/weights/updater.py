@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import backoff
 from services.common.errors import (
     DeadlineError,
@@ -38,6 +39,8 @@ log = structlog.get_logger()
 
 _PATIENCE = 5  # failures in a row before a delta that does not come is given up for the snapshot
 _NOT_THE_DELTA = (InfrastructureError, DeadlineError, NotFoundError, VersionUnavailableError)
+UP_TO_DATE = Activity("up to date")
+FETCHING = "fetching a version"
 _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
 
 
@@ -77,7 +80,10 @@ class WeightUpdater:
         engine: Engine,
         fetcher: Fetcher,
         host_tensors: Callable[[Mirror], Mapping[str, Any]] = Mirror.host_tensors,
+        account: TimeAccount | None = None,
     ) -> None:
+        self.account = account or TimeAccount(f"weights/{mirror.policy}", rest=UP_TO_DATE)
+        self._publisher = f"publisher/{mirror.policy}"
         self._mirror = mirror
         self._engine = engine
         self._fetcher = fetcher
@@ -90,6 +96,7 @@ class WeightUpdater:
         self._transfers: deque[WeightTransfer] = deque(maxlen=_KEPT_TRANSFERS)
         self.last: WeightTransfer | None = None  # that arrived
         self.num_failures = 0
+        self._trouble = ""  # what the last attempt for the wanted version failed with
 
     def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None:
         """A version exists. The newest wins; one that is held already is not fetched again."""
@@ -131,10 +138,14 @@ class WeightUpdater:
             self._changed.clear()
             wanted, plan, self._plan = self._wanted, self._plan, None
             if wanted is None or self._holds(wanted):
+                self.account.enter(*UP_TO_DATE)
                 continue
             attempt = _Attempt(self._record(wanted), time.monotonic())
             try:
                 await self._take(wanted, plan, attempt)
+                self.account.enter(*UP_TO_DATE)
+                self.account.beat()
+                self._trouble = ""
                 delays, num_in_a_row = backoff(0.2), 0
             except (MillraceError, MemoryError, OSError) as caught:  # no memory, no descriptors: generating goes on
                 error = caught if isinstance(caught, MillraceError) else InfrastructureError(repr(caught))
@@ -157,6 +168,9 @@ class WeightUpdater:
                     error=error.message,
                     retry_s=round(delay, 2),
                 )
+                # One wait, however many attempts: its age is how long the version does not arrive.
+                self._trouble = f"{error.reason}: {error.message}"
+                self.account.enter(FETCHING, on=self._publisher, detail=self._trouble)
                 await asyncio.sleep(delay)
                 self._changed.set()
 
@@ -168,7 +182,8 @@ class WeightUpdater:
             verified, from_base = await self._into_mirror(wanted, plan, attempt)
             changes_do = from_base is not None and from_base == self._in_engine and _one_type(verified.manifest)
             update = _changes(verified) if changes_do else self._whole(wanted.number)
-        pause_s = await self._engine.update(update)
+        with self.account.during("changing the engine's weights", on=f"engine/{wanted.policy}"):
+            pause_s = await self._engine.update(update)
         attempt.record = replace(attempt.record, pause_s=pause_s)
         self._in_engine = wanted_base
         self._force_full = False
@@ -190,6 +205,7 @@ class WeightUpdater:
     ) -> tuple[Verified, BaseVersion | None]:
         """Returns what changed, and since which version."""
         base = None if self._force_full else self._mirror.base
+        self.account.enter(FETCHING, on=self._publisher, detail=self._trouble)
         fetched = await self._fetcher.fetch(wanted, base, plan)
         payload = fetched.payload
         attempt.stage(
@@ -205,6 +221,7 @@ class WeightUpdater:
         good = False
         try:
             borrowed = fetched.transport == "mapped"
+            self.account.enter("verifying and writing the mirror")
             verified = await asyncio.to_thread(self._mirror.verify, payload, fetched.data, borrowed=borrowed)
             attempt.stage("verify_s", num_changes=verified.num_changes)
             # The engine keeps computing with its own copy until it is told.

@@ -13,6 +13,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from services.common.accounts import during_here
 from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.importing import load_object
@@ -24,7 +25,8 @@ RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 Grader = Callable[[Gateway, Task, str], Awaitable[Reward]]
 
 REWARD_TIMEOUT_S = 60.0  # of a function of the user; one that takes longer fails the rollout and is never a reward
-_THREADS = DaemonThreads(4)
+REWARD_ACTIVITY = "running the reward function"  # in time accounts, before its path
+REWARD_THREADS = DaemonThreads(4)
 
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*([+-]?\d+)\s*\}")
 
@@ -43,10 +45,12 @@ def build_grader(reward: str) -> Grader:
         raise ConfigError(f"workflow.settings.reward: {reward} is no function of (task, completion)")
 
     async def local(gateway: Gateway, task: Task, completion: str) -> Reward:
-        async with deadline(REWARD_TIMEOUT_S, f"reward {reward} of task {task.task_id}"):
-            # In a thread: a function that never returns must not stop the replica's other rollouts.
-            value = await _THREADS.run(function, task.data, completion)
-            number = float(await value if inspect.isawaitable(value) else value)
+        limit = deadline(REWARD_TIMEOUT_S, f"reward {reward} of task {task.task_id}")
+        with during_here(f"{REWARD_ACTIVITY} {reward}"):
+            async with limit:
+                # In a thread: a function that never returns must not stop the replica's other rollouts.
+                value = await REWARD_THREADS.run(function, task.data, completion)
+                number = float(await value if inspect.isawaitable(value) else value)
         if not math.isfinite(number):
             raise ValueError(f"reward {reward} returned {number} for task {task.task_id}; it must be a finite number")
         return Reward(value=number)

@@ -19,8 +19,9 @@ def spread(num_tokens: Sequence[int], num_bins: int) -> list[int]:
     """
     if num_bins < 1:
         raise ValueError(f"num_bins is {num_bins}; it must be 1 or more")
-    # Count before index, so that sequences of no tokens spread as well.
-    bins = [(0, 0, index) for index in range(num_bins)]
+    # Count before index, so that sequences of no tokens spread as well. An empty bin goes first, so no more are ever used
+    # than there are sequences, however many a caller claims to have.
+    bins = [(0, 0, index) for index in range(min(num_bins, max(1, len(num_tokens))))]
     result = [0] * len(num_tokens)
     for position in sorted(range(len(num_tokens)), key=lambda p: (-num_tokens[p], p)):
         tokens, count, index = bins[0]

@@ -21,11 +21,12 @@ CREATE TABLE IF NOT EXISTS records (
     segment  INTEGER NOT NULL,
     offset   INTEGER NOT NULL,
     length   INTEGER NOT NULL,
-    checksum INTEGER NOT NULL
+    checksum INTEGER NOT NULL,
+    written_at REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS records_by_key ON records (kind, key);
 """
-_COLUMNS = "number, kind, key, segment, offset, length, checksum"
+_COLUMNS = "number, kind, key, segment, offset, length, checksum, written_at"
 _MAX_KEYS = 500  # of one SELECT
 
 
@@ -40,6 +41,7 @@ class Row:
     offset: int
     length: int
     checksum: int  # xxh3-64 of the line, as a signed integer
+    written_at: float = 0.0  # seconds since the epoch; 0 in a journal that lacks it
 
 
 class Index:
@@ -53,14 +55,21 @@ class Index:
         # NORMAL survives kill -9; FULL also waits for the disk at every commit.
         self._db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
         self._db.executescript(_SCHEMA)
+        self._add_missing_column()
+
+    def _add_missing_column(self) -> None:
+        """A journal of an earlier release has rows without their time."""
+        columns = {name for _, name, *_ in self._db.execute("PRAGMA table_info(records)")}
+        if "written_at" not in columns:
+            self._db.execute("ALTER TABLE records ADD COLUMN written_at REAL NOT NULL DEFAULT 0")
 
     def append(self, rows: Sequence[Row]) -> None:
         """All rows, or none."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(
-                f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(r.number, r.kind, r.key, r.segment, r.offset, r.length, r.checksum) for r in rows],
+                f"INSERT INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [(r.number, r.kind, r.key, r.segment, r.offset, r.length, r.checksum, r.written_at) for r in rows],
             )
             self._db.execute("COMMIT")
         except sqlite3.Error:
@@ -72,6 +81,12 @@ class Index:
         """Every record in order."""
         for values in self._db.execute(f"SELECT {_COLUMNS} FROM records ORDER BY number"):
             yield Row(*values)
+
+    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
+        """Every record of a kind in order; of one key where that is named."""
+        where, values = ("kind = ?", (kind,)) if key is None else ("kind = ? AND key = ?", (kind, key))
+        for row in self._db.execute(f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number", values):
+            yield Row(*row)
 
     def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""

@@ -7,7 +7,7 @@ row is a JSON text. float32 log-probabilities are written as the shortest decima
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,9 +15,12 @@ import numpy as np
 import orjson
 
 from services.common.types import (
+    NO_TIMING,
     MinibatchTotals,
     Purpose,
     RolloutFailure,
+    RolloutPhase,
+    RolloutTiming,
     Sampling,
     Segment,
     Sequence,
@@ -36,6 +39,7 @@ GROUP = "task_groups"
 ASSIGNMENT = "assignments"
 TRAJECTORY = "trajectories"
 FAILURE = "failures"
+VERDICT = "verdicts"  # what became of a task group's advantage groups when it was complete
 CLOSED = "closed_groups"
 OBSERVATION = "observations"  # what a prompt brought, for the curation
 BATCH = "batches"
@@ -120,6 +124,7 @@ def trajectory_to_json(trajectory: Trajectory) -> Json:
         "started_at": float(trajectory.started_at),
         "finished_at": float(trajectory.finished_at),
         "metrics": pairs(trajectory.metrics),
+        "timing": timing_to_json(trajectory.timing),
         "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
     }
 
@@ -133,6 +138,7 @@ def trajectory_from_json(record: Json) -> Trajectory:
         started_at=record["started_at"],
         finished_at=record["finished_at"],
         metrics=from_pairs(record["metrics"]),
+        timing=timing_from_json(record.get("timing")),
         sequences=tuple(_sequence_from_json(s) for s in record["sequences"]),
     )
 
@@ -186,11 +192,44 @@ def failure_to_json(failure: RolloutFailure) -> Json:
         "reason": failure.reason,
         "detail": failure.detail,
         "replica_id": failure.replica_id,
+        "started_at": float(failure.started_at),
+        "finished_at": float(failure.finished_at),
+        "timing": timing_to_json(failure.timing),
     }
 
 
 def failure_from_json(record: Json) -> RolloutFailure:
-    return RolloutFailure(**record)
+    return RolloutFailure(**{**record, "timing": timing_from_json(record.get("timing"))})
+
+
+def timing_to_json(timing: RolloutTiming) -> Json:
+    return {
+        "accepted_at": timing.accepted_at,
+        "sent_at": timing.sent_at,
+        "num_sends": timing.num_sends,
+        "num_retries": timing.num_retries,
+        # By name: `asdict` copies everything it meets, which takes ten times as long.
+        "phases": [
+            {
+                "what": phase.what,
+                "begin_s": phase.begin_s,
+                "seconds": phase.seconds,
+                "policy": phase.policy,
+                "num_tokens": phase.num_tokens,
+                "first_version": phase.first_version,
+                "last_version": phase.last_version,
+                "detail": phase.detail,
+            }
+            for phase in timing.phases
+        ],
+    }
+
+
+def timing_from_json(record: Json | None) -> RolloutTiming:
+    """None in journals that lack it."""
+    if record is None:
+        return NO_TIMING
+    return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
 
 
 def group_to_json(record: GroupRecord) -> Json:
@@ -248,6 +287,28 @@ def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str) ->
     return {"task_group_id": task_group_id, "replica_id": replica_id, "incarnation": incarnation}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What became of one advantage group when its task group was complete."""
+
+    policy: str
+    role: str
+    attempt: int
+    num_sequences: int  # that it had
+    num_kept: int  # that went into the buffer
+    mean: float
+    std: float
+    outcome: str  # kept, equal_rewards, resampled_away, surplus or expired
+
+
+def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
+    return {"task_group_id": task_group_id, "advantage_groups": [asdict(verdict) for verdict in verdicts]}
+
+
+def verdicts_from_json(record: Json) -> list[Verdict]:
+    return [Verdict(**found) for found in record["advantage_groups"]]
+
+
 def batch_key(policy: str, training_step: int) -> str:
     return f"{policy}/{training_step}"
 
@@ -288,7 +349,13 @@ def batch_from_json(record: Json) -> BatchRecord:
     )
 
 
-def version_to_json(version: WeightVersion, checkpoint_step: int, metrics: Mapping[str, float]) -> Json:
+def version_to_json(
+    version: WeightVersion,
+    checkpoint_step: int,
+    metrics: Mapping[str, float],
+    compute: Iterable[tuple[float, float]] = (),
+) -> Json:
+    """``compute`` are the stretches, in seconds since the epoch, in which the trainer computed the step."""
     return {
         "policy": version.policy,
         "number": version.number,
@@ -296,6 +363,7 @@ def version_to_json(version: WeightVersion, checkpoint_step: int, metrics: Mappi
         "sources": list(version.sources),
         "checkpoint_step": checkpoint_step,
         "metrics": pairs(metrics),
+        "compute": [{"begin": begin, "end": end} for begin, end in compute],
     }
 
 

@@ -84,6 +84,8 @@ class Journal:
         self.num_commits = 0
         self._committed_at = 0.0
         self.num_records = 0
+        self._num_submitted = 0
+        self._waiting_since = 0.0  # the last write, or when the first record came after it
 
     @property
     def _index_path(self) -> Path:
@@ -99,6 +101,9 @@ class Journal:
         """Queue a record. ``encode`` is called in the writer thread and must not read what may still change."""
         if self._failed is not None:
             raise InfrastructureError(f"the journal has failed: {self._failed}")
+        if self._num_submitted == self.num_records:
+            self._waiting_since = time.monotonic()
+        self._num_submitted += 1
         self._queue.put(_Entry(kind, key, encode, on_durable))
 
     def append(
@@ -115,6 +120,11 @@ class Journal:
 
         self.submit(kind, key, encode, durable)
         return future
+
+    @property
+    def waiting_s(self) -> float:
+        """How long records have waited without any being written; 0 when none waits."""
+        return time.monotonic() - self._waiting_since if self._num_submitted > self.num_records else 0.0
 
     def free_bytes(self) -> int:
         return self._probe(self.directory)
@@ -199,6 +209,7 @@ class Journal:
     def _transaction(self, entries: list[_Entry], lines: list[bytes]) -> None:
         before: dict[str, int] = {}
         rows: list[Row] = []
+        now = time.time()
         for kind in {entry.kind for entry in entries}:
             self._writer(kind).roll_if_full()
         try:
@@ -206,7 +217,7 @@ class Journal:
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
                 checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
-                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum))
+                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
                 writer.append(line)
             if self._durability == "power":
                 for kind in before:
@@ -216,6 +227,7 @@ class Journal:
             for kind, size in before.items():
                 self._writers[kind].undo(size)
             raise
+        self._waiting_since = time.monotonic()
         self._next_number += len(rows)
         self.num_records += len(rows)
         self.num_commits += 1
@@ -262,6 +274,14 @@ class JournalReader:
 
     def rows(self) -> Iterator[Row]:
         return self._index.rows()
+
+    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
+        """Every record of a kind in order; of one key where that is named."""
+        return self._index.rows_of(kind, key)
+
+    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
+        """The first record of each key that there is."""
+        return self._index.find(kind, keys)
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Records by key; keys without an intact record are absent."""

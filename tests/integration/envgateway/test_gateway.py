@@ -50,7 +50,7 @@ class Clients:
 async def gateway() -> AsyncIterator[Clients]:
     config = EnvGatewayConfig(
         port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0), max_episodes=3,
-        environments={"parity": f"{__name__}:Parity"},
+        environments={"parity": f"{__name__}:Parity"}, rewards=[f"{__name__}:failing"],
     )  # fmt: skip
     started = Gateway(config, SandboxPool.start_before_threads(CONFIG))
     port = await started.start()

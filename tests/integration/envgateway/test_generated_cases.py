@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.programs import program_of
 from services.common.types import Task
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
 from services.inference.workflows.base import CaseVerdict, JudgeCase, Outcome, WorkflowContext
 from services.inference.workflows.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
@@ -39,7 +39,7 @@ async def gateway() -> AsyncIterator[GatewayClient]:
     config = EnvGatewayConfig(port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0))
     started = Gateway(config, SandboxPool.start_before_threads(CONFIG))
     port = await started.start()
-    client = GatewayClient(WaitShares(1))
+    client = GatewayClient(TimeAccount("replica/a"))
     client.connect(f"127.0.0.1:{port}")
     yield client
     await client.stop()
@@ -51,7 +51,9 @@ async def play(
 ) -> Outcome:
     coder = await served_policy([f"```python\n{program}\n```" for program in programs], context_length=1 << 15)
     words = await served_policy([f"```json\n{json.dumps(cases)}\n```"], context_length=1 << 15)
-    verifier = RolloutPolicy(dataclasses.replace(words, name="model1"), request_prefix="r", seed=2, waits=WaitShares(1))
+    verifier = RolloutPolicy(
+        dataclasses.replace(words, name="model1"), request_prefix="r", seed=2, account=TimeAccount("replica/a")
+    )
     context = make_context(coder, FakeGateway(), max_new_tokens=8000)
     context = WorkflowContext(
         policies={**context.policies, "model1": verifier}, gateway=gateway, sampling=context.sampling, seed=1

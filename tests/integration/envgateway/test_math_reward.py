@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.common.config.envgateway import MathRewardConfig
-from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.rewards import math_pool as math_pool_module
 from services.envgateway.rewards import math_process
 from services.envgateway.rewards.math import MathReward
@@ -240,8 +240,8 @@ def disconnected(task: Mapping[str, Any], completion: str) -> float:
 
 
 async def test_functions_by_import_path(math_pool: MathPool) -> None:
-    rewards = Rewards(math_pool)
     here = __name__
+    rewards = Rewards(math_pool, paths=[f"{here}:{name}" for name in ("half", "graded", "broken", "disconnected")])
     assert (await rewards.compute("boxed", {"answer": 3}, r"\boxed{3}")).reward == 1.0
     assert (await rewards.compute(f"{here}:half", {}, "")).outcome is R.PARTIAL
     assert (await rewards.compute(f"{here}:graded", {}, "text")).detail == "text"
@@ -249,7 +249,9 @@ async def test_functions_by_import_path(math_pool: MathPool) -> None:
     assert (failed.outcome, "KeyError" in failed.detail) == (R.GRADER_FAILED, True)
     with pytest.raises(InfrastructureError):
         await rewards.compute(f"{here}:disconnected", {}, "")
-    with pytest.raises(InvalidRequestError, match="boxed, math"):
+    with pytest.raises(InvalidRequestError, match=r"write one of boxed, .*math"):
         await rewards.compute("guess", {}, "")
-    with pytest.raises(InvalidRequestError, match="no module"):
-        await rewards.compute("nowhere_at_all:f", {}, "")
+    with pytest.raises(InvalidRequestError, match=r"envgateway\.rewards"):
+        await rewards.compute("os:getcwd", {}, "")
+    with pytest.raises(ConfigError, match="no module"):
+        Rewards(math_pool, paths=["nowhere_at_all:f"])

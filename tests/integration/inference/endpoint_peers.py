@@ -11,12 +11,12 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.config.services import EndpointConfig
 from services.common.types import Sampling, Segment
 from services.inference.endpoint.server import SESSION_HEADER, EndpointServer
 from services.inference.engine.base import Engine, Generation, GenerationRequest
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.workflows.base import WorkflowContext
 from services.inference.workflows.captured import CapturedSession
@@ -84,12 +84,12 @@ async def serving() -> AsyncIterator[EndpointServer]:
 
 def session_of(policy: ServedPolicy, name: str = "g/0/0", seed: int = 1, **settings: Any) -> CapturedSession:
     sampling = settings.pop("sampling", Sampling(max_new_tokens=24))
-    client = RolloutPolicy(policy, request_prefix=name, seed=seed, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix=name, seed=seed, account=TimeAccount("replica/a"))
     return CapturedSession({POLICY: client}, sampling, **settings)
 
 
 def context_of(policy: ServedPolicy, server: EndpointServer, **gateway: Any) -> WorkflowContext:
-    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=1, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=1, account=TimeAccount("replica/a"))
     return WorkflowContext(
         policies={POLICY: client},
         gateway=FakeGateway(**gateway),

@@ -233,7 +233,7 @@ async def test_a_swap_in_mid_conversation_keeps_the_versions_of_all_tokens(
     from services.common.models import load_model, named_weights
     from services.inference.engine.weight_update import WeightUpdate
     from tests.integration.inference.endpoint_peers import tiny_model
-    from tests.unit.inference.conftest import perturbed
+    from tests.random_models import perturbed
 
     engine: Any = policy.engine
     weights = dict(named_weights(perturbed(load_model(tiny_model(), "float32"))))

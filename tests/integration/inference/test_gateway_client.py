@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -19,7 +20,6 @@ from services.common.errors import (
 from services.common.pb import environment_pb2 as env
 from services.common.pb import judge_pb2 as pb
 from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
 from services.inference.workflows.base import CaseVerdict, ExecutionStatus, JudgeCase
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task
@@ -27,7 +27,7 @@ from tests.unit.inference.fakes import make_task
 
 @pytest.fixture
 async def gateway(gateway_server: FakeGatewayServer) -> AsyncIterator[GatewayClient]:
-    client = GatewayClient(WaitShares(1))
+    client = GatewayClient(TimeAccount("replica/a"))
     client.connect(gateway_server.address)
     yield client
     await client.stop()
@@ -122,7 +122,7 @@ async def test_an_episode_that_is_gone_says_so(gateway: GatewayClient, gateway_s
 
 async def test_a_gateway_that_comes_late_is_waited_for(gateway_server: FakeGatewayServer) -> None:
     await gateway_server.stop()
-    client = GatewayClient(WaitShares(1))
+    client = GatewayClient(TimeAccount("replica/a"))
     client.connect(gateway_server.address)
     call = asyncio.create_task(client.execute_code("x"))
     await asyncio.sleep(0.3)
@@ -133,7 +133,7 @@ async def test_a_gateway_that_comes_late_is_waited_for(gateway_server: FakeGatew
 
 async def test_a_run_without_a_gateway_says_what_to_write() -> None:
     with pytest.raises(ConfigError, match="envgateway"):
-        await GatewayClient(WaitShares(1)).execute_code("x")
+        await GatewayClient(TimeAccount("replica/a")).execute_code("x")
 
 
 CASES = [JudgeCase(given="1", expected="2"), JudgeCase(given="3", expected="4")]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, SandboxConfig, ToolsConfig
 from services.common.types import Sequence
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
 from services.inference.workflows.tool_math import ToolMath, ToolMathSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
 
@@ -42,7 +42,7 @@ async def ground() -> AsyncIterator[Ground]:
     tools = ToolsConfig(jupyter=LiveConfig(cell_time_s=1.0))
     pool = SandboxPool.start_before_threads(sandbox)
     gateway = Gateway(EnvGatewayConfig(port=0, sandbox=sandbox, tools=tools), pool)
-    client = GatewayClient(WaitShares(1))
+    client = GatewayClient(TimeAccount("replica/a"))
     client.connect(f"127.0.0.1:{await gateway.start()}")
     yield Ground(client, pool)
     await client.stop()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import channel
 from services.common.types import Purpose
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GatewayClient
-from services.inference.gauges import WaitShares
 from services.inference.loading import LoadedPolicy
 from services.inference.pool_client import PoolClient, ReplicaIdentity
 from services.inference.replica import Replica
@@ -45,8 +45,8 @@ async def joined(
     emissions = EmissionLog()
     policy = await served_policy(["hello"], version=-1, on_tokens=emissions.on_tokens, **(engine or {}))
     weights = AnnouncedVersions("model0", policy.engine)
-    waits = WaitShares(8)
-    gateway = GatewayClient(waits)
+    account = TimeAccount("replica/a", num_lanes=8)
+    gateway = GatewayClient(account)
     async with channel(orchestrator.address) as connection:
         sender = TrajectorySender(pool_pb2_grpc.PoolServiceStub(connection), replica_id="a", incarnation="i1")
         player = RolloutPlayer(
@@ -59,10 +59,10 @@ async def joined(
             replica_id="a",
             num_slots=8,
             infra_retries=0,
-            waits=waits,
+            account=account,
         )
         policies = {"model0": LoadedPolicy(served=policy, weights=weights)}
-        replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, waits=waits)
+        replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, account=account)
         identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8, labels={"engine": "scripted"})
         pool = PoolClient(connection, identity, replica, **{"report_period_s": 0.05, **settings})
         member = Member(replica, player, sender, pool)
@@ -97,7 +97,9 @@ async def test_a_replica_joins_reports_and_plays(orchestrator: FakeOrchestrator)
         assert (report.replica_id, report.incarnation, report.num_free_slots) == ("a", "i1", 8)
         await until(lambda: orchestrator.reports[-1].num_generated_tokens > 0)
         assert any(r.emission_intervals for r in orchestrator.reports)
-        assert "share_waiting_generation" in orchestrator.reports[-1].gauges
+        slots, weights = orchestrator.reports[-1].accounts
+        assert (slots.component, slots.num_lanes, weights.component) == ("replica/a", 8, "replica/a/weights/model0")
+        assert {"generating", "waiting for task groups"} <= {a.activity for a in slots.activities}
     trajectory = orchestrator.records[0].trajectory
     assert trajectory.reward == 1.0
     assert {s.weight_version for s in trajectory.sequences[0].segments} == {-1, 0}

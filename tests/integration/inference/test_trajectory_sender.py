@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import pool_pb2_grpc
 from services.common.rpc.channel import channel
-from services.common.types import RolloutFailure
+from services.common.types import RolloutFailure, RolloutTiming
 from services.inference.trajectory_sender import TrajectorySender
 from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
 
@@ -97,3 +99,21 @@ async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator)
             await third
         await sender.wait_until_acknowledged(10.0)
     assert indices_of(orchestrator.slots) == [0, 1, 0, 1, 2]
+
+
+async def test_a_record_says_when_it_was_sent_and_how_often(orchestrator: FakeOrchestrator) -> None:
+    begin = time.time()
+    orchestrator.acknowledge = lambda request: False
+    async with sending(orchestrator) as sender:
+        await sender.send(replace(failure(0), timing=RolloutTiming(accepted_at=1.0)))
+        await sender.send(failure(1))  # of a replica that records nothing
+        await until(lambda: len(orchestrator.records) == 2, "the first sending")
+        await orchestrator.stop()
+        orchestrator.acknowledge = lambda request: True
+        await orchestrator.start()
+        await sender.wait_until_acknowledged(10.0)
+    first, _, again, untimed = (record.failure for record in orchestrator.records)
+    assert (first.timing.num_sends, again.timing.num_sends) == (1, 2)
+    assert begin <= first.timing.sent_at.ToNanoseconds() / 1e9 <= again.timing.sent_at.ToNanoseconds() / 1e9
+    assert again.timing.accepted_at.ToSeconds() == 1
+    assert not untimed.HasField("timing")

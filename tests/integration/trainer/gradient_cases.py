@@ -18,9 +18,10 @@ import torch
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.process import run_and_leave
 from services.common.types import TrainingSequence
 from services.trainer.optimizer import Update
-from services.trainer.sharding import Ranks, full, full_weights, init_ranks
+from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
 from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
 
@@ -64,6 +65,15 @@ CASES: dict[str, Case] = {
     "float32": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
 
+# How weights are held and computed; each is trained for two steps.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16},
+    "bfloat16_master": {"dtype": torch.bfloat16},
+    "with_reference": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1)},
+    "offloaded": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1), "offload": True},
+}
+
 NUM_SEQUENCES = 11  # odd: two ranks differ in work
 TWO_RANK_MAX_TOKENS = 40
 
@@ -106,27 +116,32 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
     return capture.gradients
 
 
-def trained_weights(ranks: Ranks) -> tuple[Gradients, dict[str, float]]:
-    """Weights and metrics after two steps of two minibatches with the real optimizer."""
+def trained_weights(
+    ranks: Ranks, dtype: torch.dtype = torch.float64, **settings: Any
+) -> tuple[Gradients, dict[str, float]]:
+    """Weights and metrics after two steps of two minibatches with the real optimizer. ``settings`` of ``train_step``."""
     step = train_step(
-        AlgorithmConfig(name="m2po", m2po_threshold=0.2),
-        causal_lm=tiny_causal_lm(torch.float64),
+        AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0),
+        causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
         max_tokens=TWO_RANK_MAX_TOKENS,
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5),
+        **settings,
     )
     for seed in (0, 1):
         sequences = training_sequences(NUM_SEQUENCES, seed=seed, minibatches=2)
         metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
     weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
-    skip = ("seconds", "tokens_per_second", "num_micro_batches")
+    assert {p.dtype for p in step.model.parameters()} == {dtype}, "master weights keep their type"
+    assert metrics["tflops"] > 0, "the layers are found, sharded or not"
+    skip = ("seconds", "tokens_per_second", "num_micro_batches", "memory_peak_gib", "tflops")
     return (
         {n: w.numpy() for n, w in weights.items() if w is not None},
         {n: v for n, v in metrics.items() if n not in skip},
     )
 
 
-def main(out_dir: Path) -> None:
+def run(out_dir: Path) -> None:
     ranks = init_ranks(timeout_s=60.0, device="cpu")
     for name, case in CASES.items():
         found = gradients(case, ranks, TWO_RANK_MAX_TOKENS)
@@ -138,9 +153,18 @@ def main(out_dir: Path) -> None:
     if ranks.is_first:
         np.savez(out_dir / "checkpointed.npz", **checkpointed)  # type: ignore[arg-type]
         np.savez(out_dir / "weights.npz", **weights)  # type: ignore[arg-type]
-    torch.distributed.destroy_process_group()
+    for name, settings in PRECISIONS.items():
+        found, _ = trained_weights(ranks, **{k: make() if callable(make) else make for k, make in settings.items()})
+        if ranks.is_first:
+            np.savez(out_dir / f"precision_{name}.npz", **found)  # type: ignore[arg-type]
+    leave_ranks()
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))
+    return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    run_and_leave(main)

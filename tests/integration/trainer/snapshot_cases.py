@@ -20,6 +20,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.errors import MillraceError
+from services.common.process import run_and_leave
 from services.trainer import snapshot
 from services.trainer.host_group import HostGroup
 from services.trainer.model import PolicyModel, build_policy_model
@@ -114,7 +115,7 @@ def _never(*_: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     yield from ()
 
 
-def main(out_dir: Path, cases: list[str]) -> None:
+def run(out_dir: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = init_ranks(timeout_s=60.0, device="cpu")
     results = {case: write(case, ranks, out_dir) for case in cases}
@@ -122,5 +123,11 @@ def main(out_dir: Path, cases: list[str]) -> None:
     leave_ranks()
 
 
+def main() -> int:
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), sys.argv[2:])
+    return 0
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    run_and_leave(main)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +23,9 @@ from tests.integration.trainer.gradient_cases import (
     gradients,
     trained_weights,
 )
+from tests.integration.trainer.launching import made_once, run_processes, start_torchruns
 from tests.unit.trainer.building import tiny_causal_lm, training_sequences
 
-ROOT = Path(__file__).parents[3]
 EVERYTHING = 10_000  # all documents in one micro-batch
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -83,15 +80,16 @@ def padded_gradients(case: Case) -> Gradients:
     return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
-    """Results of two real processes under torchrun with gloo, by name."""
-    out_dir = tmp_path_factory.mktemp("two_ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
-        [*command, "-m", "tests.integration.trainer.gradient_cases", str(out_dir)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300,
-    )  # fmt: skip
+@pytest.fixture(scope="module", params=["one node", "two nodes"])
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
+    """Results of two real processes under torchrun with gloo, by name: of one torchrun, or of one each."""
+    num_nodes = 1 if request.param == "one node" else 2
+
+    def make(directory: Path) -> None:
+        module, logs = "tests.integration.trainer.gradient_cases", directory / "logs"
+        run_processes(start_torchruns(module, [str(directory)], num_nodes, 2 // num_nodes, logs), logs)
+
+    out_dir = made_once(tmp_path_factory, f"two_ranks_{num_nodes}", make)
 
     def load(name: str) -> Gradients:
         with np.load(out_dir / f"{name}.npz") as file:
@@ -136,6 +134,29 @@ def test_two_ranks_train_the_weights_and_metrics_of_one(two_ranks: Callable[[str
     for rank in (0, 1):
         of_rank = {n: v.item() for n, v in two_ranks(f"metrics_{rank}").items()}
         assert of_rank == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_what_waits_on_the_host_trains_the_same_bits(two_ranks: Callable[[str], Gradients]) -> None:
+    """Moments on the host and updated by buckets, the reference gathered from there."""
+    expected, found = two_ranks("precision_with_reference"), two_ranks("precision_offloaded")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
+def test_bfloat16_trains_close_to_float32(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
+    """Four updates of 1e-2 each; what a rounded sum does to an update is bounded by the update."""
+    expected, found, start = two_ranks("precision_float32"), two_ranks(f"precision_{kind}"), tiny_causal_lm()
+    moved = far = 0.0
+    for name, weight in start.named_parameters():
+        begin = weight.detach().numpy()
+        moved += float(np.square(expected[name] - begin).sum())
+        far += float(np.square(found[name] - expected[name]).sum())
+        assert not np.array_equal(found[name], expected[name]), f"{name}: nothing was computed in bfloat16"
+    assert far < 0.25 * moved, (far, moved)
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:

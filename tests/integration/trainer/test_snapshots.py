@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,42 +17,23 @@ from services.common.models import named_weights
 from services.common.weights.digest import tensor_digest
 from services.common.weights.snapshot_file import Snapshot, sweep_orphans
 from services.trainer.sharding import Ranks
+from tests.integration.trainer.launching import made_once, run_processes, start_ranks
 from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_model
 
-ROOT = Path(__file__).parents[3]
+MODULE = "tests.integration.trainer.snapshot_cases"
 WAIT_S = 120.0
 CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable", "late"]
-
-
-def start_ranks(num_ranks: int, out_dir: Path, cases: list[str]) -> list[subprocess.Popen[bytes]]:
-    """What torchrun would start, each within the test's reach."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.integration.trainer.snapshot_cases", str(out_dir), *cases]
-    return [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **shared, "RANK": str(rank)})
-        for rank in range(num_ranks)
-    ]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The files of all cases, and what each rank saw."""
-    out_dir = tmp_path_factory.mktemp(f"ranks{request.param}")
-    processes = start_ranks(request.param, out_dir, CASES)
-    try:
-        assert [process.wait(WAIT_S) for process in processes] == [0] * request.param
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+
+    def write(directory: Path) -> None:
+        arguments, logs = [str(directory), *CASES], directory / "logs"
+        run_processes(start_ranks(MODULE, arguments, request.param, logs), logs)
+
+    out_dir = made_once(tmp_path_factory, f"snapshots_of_{request.param}", write)
     return out_dir, [json.loads((out_dir / f"rank{rank}.json").read_text()) for rank in range(request.param)]
 
 
@@ -111,12 +89,12 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(written: tuple[Pat
         "DeadlineError",
         f"the test's roll call took longer than 2 s: not all of {len(written[1])} ranks came",
     )
-    assert written[1][-1]["late"]["error"] in ("DeadlineError", "InfrastructureError"), "who comes late is told as well"
+    assert written[1][-1]["late"]["error"] in ("DeadlineError", "PeerLostError"), "who comes late is told as well"
 
 
 @pytest.mark.slow
 def test_an_interrupted_write_is_never_seen_and_is_swept_when_its_last_writer_is_gone(tmp_path: Path) -> None:
-    first, last = start_ranks(2, tmp_path, ["stuck"])
+    first, last = start_ranks(MODULE, [str(tmp_path), "stuck"], 2, tmp_path / "logs")
     directory = tmp_path / "stuck"
     try:
         until(lambda: len(list(directory.glob(".*.weights"))) == 1, "a draft")

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,39 @@ async def make_orchestrator(tmp_path: Path, model: Path) -> AsyncIterator[MakeOr
 class TrainerProcess:
     """``python -m services.trainer``, to be killed and started again."""
 
-    def __init__(self, orchestrator: FakeOrchestrator, run_dir: Path, num_ranks: int = 1, policy: str = POLICY) -> None:
+    def __init__(
+        self,
+        orchestrator: FakeOrchestrator,
+        run_dir: Path,
+        num_ranks: int = 1,
+        policy: str = POLICY,
+        launch: Sequence[str] = (),  # arguments of launch_ranks
+        name: str = "trainer",
+    ) -> None:
         self.run_dir = run_dir
+        self.name = name
         module = ["services.trainer"]
-        if num_ranks > 1:
-            module = ["services.trainer.launch_ranks", f"--num-ranks={num_ranks}"]
+        if num_ranks > 1 or launch:
+            module = ["services.trainer.launch_ranks", *(launch or [f"--num-ranks={num_ranks}"])]
         self._argv = [sys.executable, "-m", *module, f"--policy={policy}", f"--orchestrator={orchestrator.address}"]
         self._argv += [f"--run-dir={run_dir}"]
         self.process: subprocess.Popen[bytes] | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        with (self.run_dir / "stderr.txt").open("ab") as errors:
+        with self._log.open("ab") as errors:
             self.process = subprocess.Popen(
                 self._argv, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
             )
+
+    @property
+    def _log(self) -> Path:
+        return self.run_dir / f"{self.name}.stderr.txt"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
 
     async def wait(self) -> int:
         assert self.process is not None
@@ -77,7 +95,7 @@ class TrainerProcess:
 
     @property
     def errors(self) -> str:
-        return (self.run_dir / "stderr.txt").read_text()
+        return self._log.read_text()
 
     def events(self) -> list[str]:
         return [

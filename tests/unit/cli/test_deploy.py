@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,16 @@ def test_datasets_of_the_machine_are_mounted_and_named(tmp_path: Path) -> None:
     assert any(volume.endswith(":/data:ro") for volume in service["volumes"])
 
 
+def test_inference_services_have_the_image_of_their_engine(tmp_path: Path, compose: dict[str, Any]) -> None:
+    assert compose["inference-a"]["image"] == "millrace-inference"
+    deploy(QUICKSTART, "compose", tmp_path, ["inference.a.engine=sglang"])
+    services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    assert services["inference-a"]["image"] == "millrace-inference-sglang"
+    assert services["inference-a"]["build"]["dockerfile"] == "deploy/docker/inference-sglang.Dockerfile"
+    assert (REPOSITORY / services["inference-a"]["build"]["dockerfile"]).is_file()
+    assert services["trainer-model0"]["image"] == "millrace-trainer"
+
+
 def test_a_recipe_over_two_nodes_has_no_compose_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--target scripts"):
         deploy(TWO_NODES, "compose", tmp_path)
@@ -192,7 +204,7 @@ def test_the_layout_is_the_recipe() -> None:
 
 def test_dockerfiles_pass_hadolint() -> None:
     files = sorted((REPOSITORY / "deploy" / "docker").glob("*.Dockerfile"))
-    assert [file.name.partition(".")[0] for file in files] == ["envgateway", "inference", "orchestrator", "trainer"]
+    assert [file.stem for file in files] == ["envgateway", "inference-sglang", "inference", "orchestrator", "trainer"]
     done = subprocess.run(
         [program("hadolint"), *map(str, files)], capture_output=True, text=True, check=False, timeout=60
     )
@@ -200,20 +212,39 @@ def test_dockerfiles_pass_hadolint() -> None:
 
 
 def test_dockerfiles_are_alike_and_take_the_extra_of_their_service_only() -> None:
-    files = sorted((REPOSITORY / "deploy" / "docker").glob("*.Dockerfile"))
     alike = set()
-    for file in files:
-        service = file.name.partition(".")[0]
+    for service in ("envgateway", "inference", "orchestrator", "trainer"):
+        file = REPOSITORY / "deploy" / "docker" / f"{service}.Dockerfile"
         lines = file.read_text().splitlines()
         assert f"ARG EXTRAS={service}" in lines and "USER 10001:10001" in lines
         alike.add(tuple(line for line in lines[2:] if not line.startswith(("ARG EXTRAS", "ENTRYPOINT", "    CMD ["))))
     assert len(alike) == 1, "what is changed in one Dockerfile is meant for all"
 
 
+def pins(file: Path) -> dict[str, str]:
+    return dict(line.split("==") for line in file.read_text().splitlines() if not line.startswith("#"))
+
+
 def test_images_install_exact_versions_of_everything_the_services_name() -> None:
-    text = (REPOSITORY / "deploy" / "docker" / "constraints.txt").read_text()
-    pinned = dict(line.split("==") for line in text.splitlines() if not line.startswith("#"))
+    pinned = pins(REPOSITORY / "deploy" / "docker" / "constraints.txt")
     for line in (REPOSITORY / "constraints.txt").read_text().splitlines():
         name, _, version = line.partition("==")
         assert name not in pinned or pinned[name] == version
     assert {"torch", "transformers", "grpcio", "pyzmq", "aiohttp", "datasets"} <= set(pinned)
+
+
+def test_the_image_with_sglang_has_its_pins_and_whatever_the_inference_service_names() -> None:
+    """What the lock of the CPU environment takes from SGLang's metadata is the same here, but for torch."""
+    pinned = pins(REPOSITORY / "deploy" / "docker" / "inference-sglang.constraints.txt")
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for requirement in [*project["dependencies"], *extras["inference"], *extras["sglang"]]:
+        name, _, version = requirement.partition("==")
+        name = re.split(r"[<>=\[ ]", name)[0]
+        assert name in pinned and (not version or pinned[name] == version)
+    lock = REPOSITORY / "services/inference/engine/sglang_cpu/requirements.txt"
+    on_cpu = [line.split("#")[0].strip() for line in lock.read_text().splitlines() if "==" in line and line[0] != "#"]
+    for line in on_cpu:
+        name, _, version = line.partition("==")
+        if name in ("sglang", "transformers", "tokenizers", "xgrammar", "openai", "compressed-tensors"):
+            assert pinned[name] == version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from services.common.errors import ConfigError
 QWEN3_8B = ModelShape.by_name("Qwen/Qwen3-8B")
 
 
-def policy(ranks: int, dtype: str = "float32", kl: float = 0.001) -> PolicyConfig:
+def policy(ranks: int, dtype: str = "float32", kl: float = 0.001, offload: tuple[str, ...] = ()) -> PolicyConfig:
     return PolicyConfig(
         algorithm=AlgorithmConfig(kl_coefficient=kl),
         trainer=TrainerConfig.model_validate(
@@ -37,6 +38,7 @@ def policy(ranks: int, dtype: str = "float32", kl: float = 0.001) -> PolicyConfi
                 "compute_dtype": "bfloat16",
                 "gradient_checkpointing": True,
                 "token_budget": 17_408,
+                "offload": list(offload),
             }
         ),
     )
@@ -48,6 +50,33 @@ def test_an_8b_model_on_two_ranks_needs_bfloat16_masters_on_80_gib() -> None:
     half = sum(trainer_rank_parts(QWEN3_8B, policy(2, "bfloat16")).values())
     four = sum(trainer_rank_parts(QWEN3_8B, policy(4)).values())
     assert half < 80 * GIB < whole and four < 80 * GIB
+
+
+def test_what_is_offloaded_takes_no_gpu_memory_but_the_moments_in_flight() -> None:
+    """So 8B with float32 masters and a KL reference fits on two GPUs of 80 GiB."""
+    assert QWEN3_8B is not None
+    whole = trainer_rank_parts(QWEN3_8B, policy(2))
+    parts = trainer_rank_parts(QWEN3_8B, policy(2, offload=("optimizer", "reference")))
+    assert parts["reference"] == 0
+    assert parts["Adam"] == 3 * 2 * (256 << 20), "three buckets, two moments"
+    assert all(parts[name] == whole[name] for name in ("weights", "gradients", "gathered", "activations", "logits"))
+    assert sum(parts.values()) < 80 * GIB < sum(whole.values())
+    small = ModelShape.by_name("org/thing-0.1B")
+    assert small is not None
+    kept, moved = (trainer_rank_parts(small, policy(1, offload=what)) for what in ((), ("optimizer",)))
+    assert moved["Adam"] == kept["Adam"], "less than the buckets would take"
+
+
+def test_gradient_checkpointing_keeps_one_layers_work() -> None:
+    assert QWEN3_8B is not None
+    section = policy(4)
+    all_kept = section.model_copy(
+        update={"trainer": section.trainer.model_copy(update={"gradient_checkpointing": False})}
+    )
+    saved, kept = (trainer_rank_parts(QWEN3_8B, p)["activations"] for p in (section, all_kept))
+    # (36 layers of work) against (36 inputs of layers, and the work of one)
+    work, hidden = (8 * 4096 + 4 * 12_288) * 2, 4096 * 2
+    assert kept / saved == pytest.approx(36 * work / (36 * hidden + work))
 
 
 def test_sharded_parts_follow_parameters_ranks_and_types() -> None:
@@ -146,6 +175,7 @@ def test_a_run_with_sglang_is_refused_where_the_package_is_missing(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("MILLRACE_SGLANG_PYTHON", sys.executable)
     loaded = load_recipe(recipe, ["policies.model0.trainer.master_dtype=bfloat16"], {})
     with pytest.raises(ConfigError, match=r"inference\.a\.engine is sglang, but the package sglang is not installed"):
         check_launch(loaded)

@@ -1,4 +1,4 @@
-"""Runs over two nodes: what is printed for the other node, and what starts there, and only with a name for node 0."""
+"""Runs over two nodes: where node 0 is found, what is printed for the other node, and what starts there."""
 
 from __future__ import annotations
 
@@ -8,69 +8,152 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.cli.nodes import commands_for_other_nodes, needs_tunnel, tunnel
+from services.cli import nodes, start
+from services.cli.nodes import address_of_node_0, commands_for_other_nodes, listening_host, with_addresses
+from services.cli.plan import ports_in_use, with_free_ports
 from services.cli.start import find
 from services.common.config.loading import load_recipe
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 NODE_0 = "ORCHESTRATOR_HOST_EXTERNAL"
+HERE = "192.0.2.17"  # what the tests say is this machine's address
+
+NAMES = {"node0.example": [HERE], "elsewhere.example": ["192.0.2.99"], "host": ["127.0.1.1"], "::1": ["::1"]}
 
 
-def two_nodes(*settings: str) -> tuple[Path, tuple[str, ...]]:
-    return REPOSITORY / TWO_NODES, settings
+@pytest.fixture(autouse=True)
+def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine called host, whose own name leads to loopback only, and with one address."""
+    monkeypatch.setattr(nodes, "_addresses", lambda name: NAMES.get(name, [name] if name[0].isdigit() else []))
+    for module in (nodes, start):
+        monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
+    monkeypatch.setattr(nodes, "_outward_address", lambda: HERE)
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
 
 
-def test_node_0_prints_the_whole_command_for_node_1() -> None:
-    path, settings = two_nodes("run.steps=7", "name=a b")
-    recipe = load_recipe(path, settings, {"ORCHESTRATOR_PORT": "51000"})
-    told, line = commands_for_other_nodes(recipe, path, settings, {})
-    assert "node 1" in told
-    assert shlex.split(line) == [
-        f"{NODE_0}={socket.gethostname()}", "ORCHESTRATOR_PORT=51000", "deploy/launch/1_inference_a.sh", str(path),
-        "--set", "run.steps=7", "--set", "name=a b",
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run whose bundle for node 1 is there."""
+    (tmp_path / "my runs" / "mine" / "nodes" / "1").mkdir(parents=True)
+    return tmp_path / "my runs" / "mine"
+
+
+def two_nodes(*settings: str, **variables: str) -> Recipe:
+    return load_recipe(REPOSITORY / TWO_NODES, ("run.id=mine", *settings), variables)
+
+
+def test_node_0_listens_at_its_address_where_node_1_dials_and_nowhere_else() -> None:
+    recipe = with_addresses(two_nodes(), {nodes.NODE_HOST: HERE})
+    assert recipe.envgateway is not None
+    assert (recipe.orchestrator.host, recipe.envgateway.host, recipe.inference["b"].host) == (HERE, HERE, HERE)
+    assert recipe.policies["model0"].weights.host == HERE, "node 1 fetches its versions"
+    assert recipe.inference["a"].host == "127.0.0.1", "node 1's own affair"
+    assert recipe.digest_algorithm("model0") == "blake3"
+
+
+def test_a_recipe_on_one_node_stays_on_loopback_and_prints_nothing() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/quickstart", (), {})
+    assert with_addresses(recipe, {nodes.NODE_HOST: HERE}) is recipe
+    assert commands_for_other_nodes(recipe, REPOSITORY, {}) == []
+
+
+def test_a_host_that_the_recipe_names_stays() -> None:
+    recipe = with_addresses(two_nodes("orchestrator.host=192.0.2.5"), {nodes.NODE_HOST: HERE})
+    assert recipe.orchestrator.host == "192.0.2.5"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [({nodes.NODE_HOST: "node0.example"}, HERE), ({NODE_0: "node0.example"}, HERE), ({}, HERE)],
+    ids=["NODE_HOST", NODE_0, "its own name leads to loopback, so the way out"],
+)
+def test_where_node_0_is(variables: dict[str, str], expected: str) -> None:
+    assert address_of_node_0(variables) == expected
+
+
+@pytest.mark.parametrize("name", ["elsewhere.example", "nobody.example", "localhost"])
+def test_a_name_that_is_not_this_machines_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{nodes.NODE_HOST} is {name}, .* this machine that the other nodes reach"):
+        address_of_node_0({nodes.NODE_HOST: name})
+    with pytest.raises(ConfigError, match=f"{nodes.NODE_HOST} is {name}, which is no name or address of this machine"):
+        listening_host({nodes.NODE_HOST: name})
+
+
+def test_a_machine_without_a_way_out_asks_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_outward_address", lambda: None)
+    with pytest.raises(ConfigError, match=f"host leads to no address .* set {nodes.NODE_HOST}"):
+        address_of_node_0({})
+
+
+def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts(run_dir: Path) -> None:
+    recipe = with_addresses(two_nodes(), {})
+    told, copy, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
+    assert "paste on node 1" in told
+    here, _, there = copy.partition(" && ")
+    assert here.strip() == "mkdir -p runs/mine-node1"
+    ssh, _, unpacked = there.partition(" | ")
+    assert unpacked == "tar -C runs/mine-node1 -xp"
+    words = shlex.split(ssh)
+    assert words[:2] == ["ssh", "node0.example"]
+    # The shell of ssh reads it once more, so that directories with spaces survive both.
+    assert shlex.split(" ".join(words[2:])) == ["tar", "-C", f"{run_dir}/nodes/1", "-ch", "."]
+    assert start.split() == [
+        f"{NODE_0}=node0.example", "MILLRACE_KEYS=runs/mine-node1/keys/inference",
+        "deploy/launch/1_inference_a.sh", "runs/mine-node1",
     ]  # fmt: skip
 
 
-def test_the_name_of_node_0_may_be_given() -> None:
-    path, settings = two_nodes()
-    _, line = commands_for_other_nodes(load_recipe(path, settings, {}), path, settings, {NODE_0: "login-1"})
-    assert line.split()[0] == f"{NODE_0}=login-1"
+def test_several_processes_of_a_node_are_started_by_one_line(run_dir: Path) -> None:
+    recipe = with_addresses(
+        two_nodes("inference.b.node=1", "inference.b.gpus=[]", "inference.b.engines={}", "inference.b.engine=torch"), {}
+    )
+    *_, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
+    assert start.strip().startswith("(") and start.endswith("& wait)")
+    assert start.count("1_inference_a.sh") == start.count("1_inference_b.sh") == 1
 
 
-def test_a_recipe_on_one_node_prints_nothing() -> None:
-    path = REPOSITORY / "recipes/quickstart"
-    assert commands_for_other_nodes(load_recipe(path, (), {}), path, (), {}) == []
+def test_an_unknown_name_of_node_0_is_printed_as_its_address(run_dir: Path) -> None:
+    lines = commands_for_other_nodes(with_addresses(two_nodes(), {}), run_dir, {})
+    assert lines[-1].split()[0] == f"{NODE_0}={HERE}"
 
 
-def test_the_process_of_node_1_goes_through_a_tunnel_that_carries_every_port_it_dials() -> None:
-    path, settings = two_nodes()
-    found = find(load_recipe(path, settings, {}), "inference-a", None, {NODE_0: "node0.example"})
-    assert found.tunnel is not None
-    argv = list(found.tunnel.argv)
-    assert argv[0] == "ssh" and argv[-1] == "node0.example" and "ExitOnForwardFailure=yes" in argv
-    forwarded = [argv[n + 1] for n, part in enumerate(argv) if part == "-L"]
-    assert forwarded == [f"127.0.0.1:{port}:127.0.0.1:{port}" for port in (50050, 50080, 19861, 19862)]
-    assert found.orchestrator == found.tunnel.address == "127.0.0.1:50050"
+def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:
+    found = find(two_nodes(), "inference-a", None, {NODE_0: "login-1"})
+    assert (found.node, found.orchestrator) == (1, "login-1:50050")
+    argv = found.process.argv
+    assert argv[argv.index("--orchestrator") + 1] == "login-1:50050" and argv[argv.index("--host") + 1] == "127.0.0.1"
     assert found.process.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
-def test_on_node_0_there_is_no_tunnel() -> None:
-    path, settings = two_nodes()
-    recipe = load_recipe(path, settings, {})
+def test_with_an_address_of_its_own_node_1_is_a_relay() -> None:
+    argv = find(two_nodes(), "inference-a", None, {NODE_0: "login-1", nodes.NODE_HOST: HERE}).process.argv
+    assert argv[argv.index("--host") + 1] == HERE
+
+
+def test_processes_of_node_0_find_it_by_themselves() -> None:
     for process in ("inference-b", "trainer-model0", "trainer-model1"):
-        assert find(recipe, process, None, {}).tunnel is None
-    assert not needs_tunnel("127.0.0.1") and not needs_tunnel(socket.gethostname()) and needs_tunnel("node0.example")
+        found = find(two_nodes(), process, None, {nodes.NODE_HOST: HERE})
+        assert (found.node, found.orchestrator) == (0, f"{HERE}:50050")
+    assert "--host" not in find(two_nodes(), "trainer-model0", None, {nodes.NODE_HOST: HERE}).process.argv
+
+
+def test_a_trainer_elsewhere_dials_node_0_and_publishes_at_its_own_address() -> None:
+    environment = {NODE_0: "elsewhere.example", nodes.NODE_HOST: HERE}
+    found = find(two_nodes(), "trainer-model1", None, environment)
+    assert found.orchestrator == "elsewhere.example:50050"
+    assert found.process.argv[found.process.argv.index("--host") + 1] == HERE
 
 
 def test_a_process_of_node_1_without_a_name_for_node_0_is_refused() -> None:
-    path, settings = two_nodes()
     with pytest.raises(ConfigError, match=rf"inference-a runs on node 1 .* set {NODE_0}"):
-        find(load_recipe(path, settings, {}), "inference-a", None, {})
+        find(two_nodes(), "inference-a", None, {})
 
 
 def test_the_script_of_node_1_exits_at_once_with_the_explanation() -> None:
@@ -89,16 +172,25 @@ def test_the_script_of_node_1_exits_at_once_with_the_explanation() -> None:
 
 
 def test_a_free_port_is_refused_in_a_split_launch() -> None:
-    path, settings = two_nodes()
-    recipe = load_recipe(path, settings, {"WEIGHTS_PORT_MODEL1": "0"})
-    with pytest.raises(ConfigError, match=r"policies\.model1\.weights\.port is 0"):
-        tunnel(recipe, "node0.example")
     with pytest.raises(ConfigError, match=r"orchestrator\.port is 0"):
         find(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), "inference-a", None, {})
 
 
 @pytest.mark.parametrize("process", ["inference-c", "trainer-model7", "inference", "nobody"])
 def test_an_unknown_process_lists_those_there_are(process: str) -> None:
-    path, settings = two_nodes()
     with pytest.raises(ConfigError, match="write one of orchestrator, envgateway, inference-b, trainer-model0"):
-        find(load_recipe(path, settings, {}), process, None, {NODE_0: "x"})
+        find(two_nodes(), process, None, {NODE_0: "x"})
+
+
+def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
+    held = socket.create_server(("127.0.0.2", 0))
+    taken = held.getsockname()[1]
+    tree: dict[str, Any] = two_nodes().model_dump(mode="json")
+    tree["orchestrator"] |= {"host": "127.0.0.2", "port": taken}
+    with held:
+        told = ports_in_use(Recipe.model_validate(tree))
+    assert [line for line in told if line.startswith(f"orchestrator.port: port {taken} is in use")]
+    tree["orchestrator"]["port"] = tree["inference"]["a"]["port"] = tree["inference"]["b"]["port"] = 0
+    free = with_free_ports(Recipe.model_validate(tree))
+    assert free.orchestrator.port and free.inference["b"].port
+    assert free.inference["a"].port == 0, "node 1 finds one for itself"

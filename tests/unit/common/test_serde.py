@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, trajectory_pb2
+from services.common.serde_timing import timing_from_proto
 from services.common.types import (
     MinibatchTotals,
     Purpose,
     RolloutFailure,
+    RolloutPhase,
+    RolloutTiming,
     Sampling,
     Segment,
     Sequence,
@@ -59,6 +62,25 @@ sequences = st.builds(
     attempt=int32,
     metrics=counts,
 )
+phases = st.builds(
+    RolloutPhase,
+    what=text,
+    begin_s=st.floats(0, 1e6),
+    seconds=st.floats(0, 1e6),
+    policy=text,
+    num_tokens=int32,
+    first_version=int64,
+    last_version=int64,
+    detail=text,
+)
+timings = st.builds(
+    RolloutTiming,
+    accepted_at=moment,
+    sent_at=moment,
+    num_sends=int32,
+    num_retries=int32,
+    phases=st.lists(phases, max_size=3).map(tuple),
+)
 trajectories = st.builds(
     Trajectory,
     task_group_id=text,
@@ -69,6 +91,7 @@ trajectories = st.builds(
     started_at=moment,
     finished_at=moment,
     replica_id=text,
+    timing=timings,
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | text,
@@ -106,7 +129,10 @@ versions = st.builds(
 )
 
 
-def same(left: Any, right: Any, about: frozenset[str] = frozenset({"started_at", "finished_at", "timeout_s"})) -> bool:
+TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s"})
+
+
+def same(left: Any, right: Any, about: frozenset[str] = TIMES) -> bool:
     """Equal, arrays bit by bit; times (the wire has nanoseconds) to a microsecond."""
     if is_dataclass(left):
         return type(left) is type(right) and all(
@@ -143,9 +169,27 @@ def test_trajectories_round_trip(trajectory: Trajectory) -> None:
     assert same(read, trajectory)
 
 
-@given(st.builds(RolloutFailure, task_group_id=text, index=int32, reason=text, detail=text, replica_id=text))
+@given(
+    st.builds(
+        RolloutFailure,
+        task_group_id=text,
+        index=int32,
+        reason=text,
+        detail=text,
+        replica_id=text,
+        started_at=moment,
+        finished_at=moment,
+        timing=timings,
+    )
+)
 def test_failures_round_trip(failure: RolloutFailure) -> None:
-    assert serde.failure_from_proto(wire(serde.failure_to_proto(failure)), failure.replica_id) == failure
+    assert same(serde.failure_from_proto(wire(serde.failure_to_proto(failure)), failure.replica_id), failure)
+
+
+def test_times_that_are_no_numbers_are_dropped_and_never_refused() -> None:
+    timing = trajectory_pb2.RolloutTiming(phases=[trajectory_pb2.RolloutPhase(begin_s=math.nan, seconds=math.inf)])
+    (phase,) = timing_from_proto(wire(timing)).phases
+    assert (phase.begin_s, phase.seconds) == (0.0, 0.0)
 
 
 @given(tasks)

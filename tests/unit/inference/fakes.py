@@ -8,11 +8,11 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.types import Purpose, RolloutFailure, Sampling, Task, TaskGroupOrder, Trajectory
 from services.inference.engine.base import Generation, GenerationRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.workflows.base import (
     CaseOutcome,
@@ -232,7 +232,7 @@ def make_order(group: str = "g0", indices: Sequence[int] = (0, 1, 2, 3), **chang
 
 
 def make_context(policy: ServedPolicy, gateway: FakeGateway, **sampling: Any) -> WorkflowContext:
-    client = RolloutPolicy(policy, request_prefix="g0/0/0", seed=1, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix="g0/0/0", seed=1, account=TimeAccount("replica/a"))
     return WorkflowContext(
         policies={policy.name: client},
         gateway=gateway,

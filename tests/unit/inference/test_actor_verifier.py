@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.errors import InfrastructureError
 from services.common.types import Task
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
 from services.inference.workflows.actor_verifier import ActorVerifier, ActorVerifierSettings
 from services.inference.workflows.base import Outcome
@@ -50,7 +50,7 @@ async def play(
     verifier = await served_policy([review], chat=chat, context_length=verifier_context)
     verifier = dataclasses.replace(verifier, name="model1")
     context = make_context(solver, FakeGateway(reward=graded))
-    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, waits=WaitShares(1))
+    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, account=TimeAccount("replica/a"))
     context = dataclasses.replace(context, policies={**context.policies, "model1": checking})
     outcome = await ActorVerifier(ActorVerifierSettings(**settings)).run(make_task(), context)
     prompts = []

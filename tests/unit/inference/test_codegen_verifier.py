@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from services.common.accounts import TimeAccount
 from services.common.errors import InfrastructureError
 from services.common.types import Purpose, Task
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
 from services.inference.workflows.base import CaseOutcome, CaseVerdict, JudgeCase, Outcome
 from services.inference.workflows.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
@@ -59,7 +59,7 @@ async def play(
     coder = await served_policy(programs, chat=thinking_chat(), context_length=coder_context)
     verifier = await served_policy([words], chat=thinking_chat(), context_length=verifier_context)
     verifier = dataclasses.replace(verifier, name="model1")
-    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, waits=WaitShares(1))
+    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, account=TimeAccount("replica/a"))
     context = make_context(coder, gateway, max_new_tokens=400)
     context = dataclasses.replace(context, policies={**context.policies, "model1": checking}, purpose=purpose)
     data = row if row is not None else {"problem": PROBLEM, "tests": STDIN, "solution": SOLUTION}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.accounts import TimeAccount
 from services.common.errors import InfrastructureError, PromptTooLongError
 from services.common.types import Sampling, StopReason
 from services.inference.engine.base import GenerationRequest
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy
 from services.inference.workflows.conversation import Conversation
 from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
@@ -26,7 +26,7 @@ async def begin(
 ) -> tuple[Conversation, RecordingEngine]:
     policy = await served_policy(script, context_length=context_length)  # type: ignore[arg-type]
     assert isinstance(policy.engine, RecordingEngine)
-    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, account=TimeAccount("replica/a"))
     return Conversation(client, QUESTION, sampling or Sampling(max_new_tokens=300), **limits), policy.engine
 
 
@@ -109,7 +109,7 @@ async def test_requests_of_one_rollout_have_names_and_seeds_of_their_own() -> No
 
 async def test_an_abort_from_outside_is_an_infrastructure_failure() -> None:
     policy = await served_policy(["a" * 200], tokens_per_second=50.0)
-    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, waits=WaitShares(1))
+    client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, account=TimeAccount("replica/a"))
     conversation = Conversation(client, QUESTION, Sampling(max_new_tokens=300))
     turn = asyncio.create_task(conversation.generate())
     await asyncio.sleep(0.05)

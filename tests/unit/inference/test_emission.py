@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from services.inference.emission import EmissionLog
-from services.inference.gauges import WaitShares
 
 
 def stretches(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:
@@ -33,11 +32,3 @@ def test_a_stretch_goes_on_over_a_report_without_a_hole() -> None:
     assert log.take() == []
     assert stretches(log, [1.05]) == [(1.02, 1.05)]
     assert stretches(log, [3.0]) == [(3.0, 3.0)]
-
-
-def test_shares_of_waiting_are_of_all_slots_and_of_the_time_since_the_last_report() -> None:
-    waits = WaitShares(num_slots=10)
-    waits.add("generation", 1e9)
-    first = waits.take()
-    assert first == {"share_waiting_generation": 1.0}
-    assert waits.take() == {"share_waiting_generation": 0.0}

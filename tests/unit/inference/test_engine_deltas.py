@@ -16,9 +16,9 @@ from services.common.weights.codec import decode_tensor, encode_tensor  # noqa: 
 from services.inference.engine import torch_engine  # noqa: E402
 from services.inference.engine.in_place import PreparedUpdate  # noqa: E402
 from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed  # noqa: E402  # noqa: E402
 
-from .conftest import Launch, StepGate, build_model, make_prompt, make_request, perturbed  # noqa: E402
-from .test_engine_torch_exact import TOLERANCE, max_gap  # noqa: E402
+from .conftest import Launch, StepGate  # noqa: E402
 
 
 def partly_perturbed(model: Any, seed: int = 1) -> Any:

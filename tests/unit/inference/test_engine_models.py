@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 
 from services.common.errors import ConfigError, ModelMismatchError  # noqa: E402
 from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights  # noqa: E402
-
-from .conftest import build_model  # noqa: E402
+from tests.random_models import build_model  # noqa: E402
 
 
 def test_importing_models_imports_neither_torch_nor_transformers() -> None:

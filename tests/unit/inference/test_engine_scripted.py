@@ -14,8 +14,7 @@ from services.common.errors import ConfigError
 from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
-
-from .conftest import make_prompt, make_request
+from tests.random_models import make_prompt, make_request
 
 
 def echo(request: GenerationRequest) -> list[int]:

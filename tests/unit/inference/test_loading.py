@@ -15,8 +15,7 @@ from services.inference import loading  # noqa: E402
 from services.inference.byte_tokenizer import ByteTokenizer  # noqa: E402
 from services.inference.config import replica_config  # noqa: E402
 from tests.integration.inference.peers import scripted_recipe  # noqa: E402
-
-from .conftest import build_model  # noqa: E402
+from tests.random_models import build_model  # noqa: E402
 
 
 class SmallTokenizer(ByteTokenizer):

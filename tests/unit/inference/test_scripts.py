@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.common.accounts import TimeAccount
 from services.common.config.data import WorkflowConfig
 from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
@@ -22,7 +23,6 @@ from services.common.errors import ConfigError, DatasetError
 from services.common.tool_calls import find_call, parse_json_call
 from services.common.types import Purpose, Sampling, Segment, Task
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
-from services.inference.gauges import WaitShares
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Cue, Line, Scene
 from services.inference.scripts.checkers import solve_and_verify, write_and_test
@@ -121,7 +121,7 @@ async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: A
                 ),
                 request_prefix=f"g/{seed}/0",
                 seed=seed,
-                waits=WaitShares(1),
+                account=TimeAccount("replica/a"),
                 scene=scene,
             )
             for policy in ("model0", "model1")

@@ -3,7 +3,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records, writer
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
@@ -19,6 +24,14 @@ from services.orchestrator.journal.writer import Journal, JournalReader
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 
 Open = Callable[..., Journal]
+
+TIMING = RolloutTiming(
+    accepted_at=1.5,
+    sent_at=9.25,
+    num_sends=2,
+    num_retries=1,
+    phases=(RolloutPhase(what="generate", begin_s=0.5, seconds=2.5, policy="model0", num_tokens=7, last_version=3),),
+)
 
 
 @pytest.fixture
@@ -210,14 +223,52 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
             assert left.token_ids.tolist() == right.token_ids.tolist()
             assert left.logprobs.tobytes() == right.logprobs.tobytes()
             assert left.weight_version == right.weight_version
-    assert records.failure_from_json(through_json(records.failure_to_json(failure("g", 1)))) == failure("g", 1)
+    failed = replace(failure("g", 1), started_at=1.0, finished_at=2.0, timing=TIMING)
+    assert records.failure_from_json(through_json(records.failure_to_json(failed))) == failed
+    timed = records.trajectory_from_json(through_json(records.trajectory_to_json(replace(whole, timing=TIMING))))
+    assert timed.timing == TIMING
+
+
+def test_records_that_say_nothing_of_time_are_read() -> None:
+    """As journals of earlier releases have them."""
+    old = records.trajectory_to_json(trajectory("g", 3))
+    del old["timing"]
+    assert records.trajectory_from_json(through_json(old)).timing == NO_TIMING
+    failed = {"task_group_id": "g", "index": 1, "reason": "X", "detail": "", "replica_id": "a"}
+    assert records.failure_from_json(failed).timing == NO_TIMING
+
+
+async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_path: Path) -> None:
+    begin = time.time()
+    journal = open_journal()
+    await put(journal, 1)
+    await put(journal, 2)
+    reader = JournalReader(tmp_path)
+    times = [row.written_at for row in reader.rows()]
+    reader.close()
+    assert begin <= times[0] <= times[1] <= time.time()
+
+
+async def test_an_index_without_times_is_read_and_written_on(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    await put(journal, 1)
+    await journal.close()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
+        index.execute("ALTER TABLE records DROP COLUMN written_at")
+    again = open_journal()
+    await put(again, 2)
+    reader = JournalReader(tmp_path)
+    assert [bool(row.written_at) for row in reader.rows_of("things")] == [False, True]
+    assert [row.key for row in reader.rows_of("things", "2")] == ["2"]
+    reader.close()
+    assert kept(tmp_path) == [1, 2]
 
 
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     journal = open_journal()
     for index in range(3):
-        made = trajectory("g", index, reward=float(index))
+        made = replace(trajectory("g", index, reward=float(index)), timing=TIMING if index else NO_TIMING)
         await journal.append(records.TRAJECTORY, f"g/{index}", lambda made=made: records.trajectory_to_json(made))
     path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))

@@ -127,3 +127,27 @@ def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
     assert experience.buffers["model0"].num_sequences == 2
     assert experience.admission.accounts["model0"].accepted == 2
     assert counters["sequences_resampled_away"] == 6, "two of the first group, and the second, whose rewards are equal"
+
+
+def test_what_became_of_each_advantage_group_is_told_when_its_task_group_is_complete() -> None:
+    batch = BatchConfig(size=2, max_staleness=0, resample=ResampleConfig(keep=2))
+    experience = Experience({"model0": batch}, 10, Counter())
+    told = []
+    for name, rewards in (("a", [1.0, 0.0, 1.0]), ("b", [1.0] * 3), ("c", [0.0, 1.0, 0.0])):
+        if name == "c":
+            experience.advanced("model0", 1)  # what version 0 said is too old now
+        task_group = TaskGroup(order=order(name, 3))
+        experience.issued(task_group)
+        for index, reward in enumerate(rewards):
+            outcome = trajectory(name, index, reward=reward)
+            task_group.resolve(outcome)
+            verdicts = experience.resolved(task_group, outcome)
+            assert bool(verdicts) == task_group.complete
+        told += verdicts
+    assert [(v.policy, v.role, v.attempt) for v in told] == [("model0", "agent", 0)] * 3
+    assert [(v.outcome, v.num_sequences, v.num_kept) for v in told] == [
+        ("kept", 3, 2),
+        ("equal_rewards", 3, 0),
+        ("expired", 3, 0),
+    ]
+    assert (told[0].mean, told[1].mean, told[1].std) == (0.5, 1.0, 0.0)

@@ -32,9 +32,9 @@ def test_a_moment_without_length_is_no_stretch() -> None:
     timeline = Timeline()
     timeline.emitted("a", [(5.0, 5.0)])
     timeline.computed("model0", [(5.0, 5.0)])
-    assert timeline.replica_idle_share() == timeline.trainer_idle_share() == 1.0
+    assert timeline.overlap_share == 0.0
     timeline.emitted("a", [(5.0, 6.0)])
-    assert timeline.replica_idle_share() == 0.0
+    assert timeline.totals()["overlap_s"] == 0.0
 
 
 def test_settling_and_restoring_change_no_total() -> None:
@@ -52,5 +52,4 @@ def test_settling_and_restoring_change_no_total() -> None:
 
 def test_nothing_computed_overlaps_nothing() -> None:
     assert Timeline().overlap_share == 0.0
-    assert Timeline().trainer_idle_share() == 1.0
     assert clip([(0.0, 5.0)], 6.0, 9.0) == []

@@ -292,7 +292,10 @@ def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
         ("webshop/qwen2.5-7b-instruct-m2po-full", "envgateway.webshop.data"),
     ],
 )
-def test_without_its_world_nothing_starts_unless_a_server_plays_it(name: str, told: str) -> None:
+def test_without_its_world_nothing_starts_unless_a_server_plays_it(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.launch_checks.gpus_here", lambda: [80.0] * 8)
     with pytest.raises(ConfigError, match=told):
         check_launch(load(name).model_copy(update={"inference": {}}))
     world = name.partition("/")[0]

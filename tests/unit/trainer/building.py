@@ -92,18 +92,25 @@ def train_step(
     reference: Any = None,
     gradient_checkpointing: bool = False,
     temperature: float = 1.0,
+    compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    peak_flops: float | None = None,
 ) -> TrainStep:
-    """A step over a fresh tiny model."""
+    """A step over a fresh tiny model; ``offload`` is of the optimizer and the reference."""
     ranks = ranks or Ranks.single()
     model = build_policy_model(
-        causal_lm if causal_lm is not None else tiny_causal_lm(), ranks, gradient_checkpointing=gradient_checkpointing
+        causal_lm if causal_lm is not None else tiny_causal_lm(),
+        ranks,
+        gradient_checkpointing=gradient_checkpointing,
+        compute_dtype=compute_dtype,
     )
     return TrainStep(
         model,
-        PolicyOptimizer(model.named_parameters(), optimizer or OptimizerConfig(lr=1e-2)),
+        PolicyOptimizer(model.named_parameters(), optimizer or OptimizerConfig(lr=1e-2), offload=offload),
         config,
         ranks,
         max_tokens_per_micro_batch=max_tokens,
         temperature=temperature,
-        reference=None if reference is None else build_policy_model(reference, ranks, trainable=False),
+        reference=None if reference is None else build_policy_model(reference, ranks, trainable=False, offload=offload),
+        peak_flops=peak_flops,
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import numpy as np
@@ -9,8 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
 from services.common.config.algorithm import AlgorithmConfig
-from services.common.errors import ModelMismatchError
-from services.trainer.attention import Documents, documents_attention
+from services.common.errors import ConfigError, ModelMismatchError
+from services.trainer.attention import Documents, Kernel, documents_attention
+from services.trainer.model import PolicyModel
 from tests.unit.trainer.building import tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
@@ -73,3 +75,40 @@ def test_what_packed_attention_lacks_is_refused(extra: dict[str, object]) -> Non
     inputs, documents, _ = packed_inputs(torch.float32)
     with pytest.raises(ModelMismatchError):
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, **extra)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa"])
+def test_a_model_may_choose_its_kernel_and_computes_the_same(kernel: Kernel) -> None:
+    logprobs = []
+    for model in (PolicyModel(tiny_causal_lm()), PolicyModel(tiny_causal_lm(), attention=kernel)):
+        documents = Documents.from_offsets(np.array([0, 5, 9], dtype=np.int64))
+        ids, positions = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
+        logprobs.append(model(ids, positions, documents, torch.tensor([3, 7]), 1.0)[0])
+    assert torch.equal(*logprobs)
+
+
+def test_a_kernel_that_was_asked_for_is_taken_or_refused_never_replaced() -> None:
+    inputs, documents, _ = packed_inputs(torch.float32)
+    with pytest.raises(ConfigError, match=r"trainer.attention: varlen runs on a GPU in 16 bits, not on cpu"):
+        documents_attention(torch.nn.Identity(), *inputs, documents=documents, kernel="varlen")
+
+
+def test_a_kernel_that_is_not_installed_is_refused_with_what_to_write() -> None:
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed here")
+    with pytest.raises(ConfigError, match=r"trainer.attention: flash_attn needs the package flash_attn"):
+        PolicyModel(tiny_causal_lm(), attention="flash_attn")
+
+
+def test_the_kernel_equals_transformers_own_packed_attention() -> None:
+    """Built-in sdpa and eager tell documents apart by positions that begin again; ours by their offsets."""
+    offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
+    ids, positions = torch.arange(int(offsets[-1])) % 31, torch.cat([torch.arange(n) for n in LENGTHS])
+    targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
+    with torch.no_grad():
+        found = PolicyModel(tiny_causal_lm())(ids, positions, Documents.from_offsets(offsets), targets, 1.0)[0]
+        for name in ("sdpa", "eager"):
+            plain = tiny_causal_lm()
+            plain.set_attn_implementation(name)
+            logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].log_softmax(-1)
+            torch.testing.assert_close(found, logits[targets - 1, ids[targets]], rtol=0, atol=1e-5)

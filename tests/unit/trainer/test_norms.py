@@ -8,6 +8,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from services.trainer.norms import rms_norm, speed_up_norms
 from tests.unit.trainer.building import tiny_causal_lm
 
+CPU = torch.device("cpu")
+
 
 def norm() -> Qwen3RMSNorm:
     torch.manual_seed(0)
@@ -19,7 +21,7 @@ def norm() -> Qwen3RMSNorm:
 def test_the_forward_pass_keeps_every_bit() -> None:
     module, x = norm(), torch.randn(5, 3, 12)
     expected = module(x)
-    assert speed_up_norms(module) == 1
+    assert speed_up_norms(module, CPU) == 1
     assert torch.equal(module(x), expected)
 
 
@@ -27,7 +29,7 @@ def test_mixed_precision_keeps_the_original() -> None:
     module, x = norm().bfloat16(), torch.randn(5, 12).bfloat16()
     expected = module(x)
     fast = norm()
-    speed_up_norms(fast)
+    speed_up_norms(fast, CPU)
     assert torch.equal(fast.bfloat16()(x), expected)
 
 
@@ -47,8 +49,8 @@ def test_gradients_equal_autograds(shape: tuple[int, ...]) -> None:
 def test_a_norm_of_another_formula_is_left_alone() -> None:
     module = GemmaRMSNorm(12)
     torch.nn.init.normal_(module.weight)
-    assert speed_up_norms(module) == 0
+    assert speed_up_norms(module, CPU) == 0
 
 
 def test_every_norm_of_a_model_is_found() -> None:
-    assert speed_up_norms(tiny_causal_lm()) == 2 * 4 + 1
+    assert speed_up_norms(tiny_causal_lm(), CPU) == 2 * 4 + 1

@@ -128,8 +128,13 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
     policy["trainer"] |= {
         "port": 0,
         "num_ranks": 1,
+        "nodes": [0],
         "gpus": [],
         "rendezvous_port": 0,
+        "interface": "",
+        "offload": [],
+        "attention": "auto",
+        "peak_tflops": None,
         "device": "cpu",
         "threads": 1,
         "master_dtype": "float32",

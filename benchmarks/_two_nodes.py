@@ -1,0 +1,158 @@
+"""The two-node recipe on two machines (``_machines``), as people start it: node 0 prints, node 1 executes what was printed.
+
+Inference a runs on node 1, everything else on node 0. Shared by scripts of this folder and by tests; it measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks._machines import Machine, TwoMachines
+
+RECIPE = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
+WAIT_S = 240.0
+SETTINGS = (
+    "inference.a.node=1",
+    "run.id=two",
+    "envgateway.sandbox.allow_tier_0=true",  # root in a container: what the tiny model writes are lines of a script
+    "evaluation.at_end=false",
+    "evaluation.every=0",
+)
+DELTAS = ("policies.model0.weights.transfer=delta", "policies.model1.weights.transfer=delta")
+
+
+class TwoNodeRun:
+    """``start``, ``paste``, look; ``stop`` ends what is still there. ``output`` of each node lies in the directory."""
+
+    def __init__(self, machines: TwoMachines, directory: Path, *settings: str, recipe: str = RECIPE) -> None:
+        self.machines = machines
+        self._recipe = recipe
+        self.run_dir = machines.node0.directory / "runs" / "two"
+        self._directory = directory
+        self._settings = (*SETTINGS, f"run.dir={self.run_dir.parent}", *settings)
+        self._environment = {"PATH": machines.path, "PYTHON": sys.executable, "COLUMNS": "300"}
+        self._environment |= dict.fromkeys(("MILLRACE_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
+        self.node0: subprocess.Popen[str] | None = None
+        self.node1: subprocess.Popen[str] | None = None
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self) -> None:
+        """``millrace run`` on node 0; returns when it has printed what node 1 needs."""
+        arguments = [part for setting in self._settings for part in ("--set", setting)]
+        command = ["run", self._recipe, "--profile", "tiny", *arguments]
+        self.node0 = self.millrace(self.machines.node0, *command, output="node0")
+        self.wait_for(
+            lambda: len(self.printed()) == 3 and self.output("node0").endswith("\n"), "the commands for node 1"
+        )
+
+    def printed(self) -> list[str]:
+        """The lines that node 0 printed for node 1: what to do, then the commands."""
+        lines = self.output("node0").splitlines()
+        begin = next((n for n, line in enumerate(lines) if line.startswith("paste on node 1")), len(lines))
+        return lines[begin : begin + 3]
+
+    def paste(self, *edits: tuple[str, str]) -> None:
+        """Execute on node 1 exactly what was printed, but for ``edits`` (old, new)."""
+        script = "\n".join(self.printed()[1:])
+        for old, new in edits:
+            assert old in script
+            script = script.replace(old, new)
+        self.node1 = self._popen(self.machines.node1, ["bash", "-c", script], "node1")
+
+    def millrace(self, machine: Machine, *arguments: str, output: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a command of ``millrace`` on a machine."""
+        return self._popen(machine, [sys.executable, "-m", "services.cli", *arguments], output, variables)
+
+    def ask(self, command: str, role: str = "operator") -> str:
+        """Run a command for people on node 0, with the keys of a role; returns what it said. Raises when it fails."""
+        recipe = json.loads((self.run_dir / "recipe.json").read_text())
+        address = f"{recipe['orchestrator']['host']}:{recipe['orchestrator']['port']}"
+        keys = str(self.run_dir / "keys" / role)
+        process = self.millrace(
+            self.machines.node0, command, "--orchestrator", address, output="asked", MILLRACE_KEYS=keys
+        )
+        code = process.wait(60)
+        assert code == 0, self.output("asked")
+        return self.output("asked")
+
+    def output(self, name: str) -> str:
+        path = self._directory / f"{name}.out"
+        return path.read_text() if path.exists() else ""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every trajectory and failure in the journal."""
+        rows = []
+        for segment in sorted((self.run_dir / "journal").rglob("*.jsonl")):
+            rows += [orjson.loads(line) for line in segment.read_bytes().splitlines() if line.endswith(b"}")]
+        return [row for row in rows if "index" in row and "task_group_id" in row and "replica_id" in row]
+
+    def trajectories(self) -> Counter[str]:
+        """How many each replica has brought."""
+        return Counter(row["replica_id"] for row in self.records() if "sequences" in row)
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of the orchestrator's metrics."""
+        path = self.run_dir / "metrics" / "orchestrator.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
+
+    def steps(self) -> int:
+        """Training steps that are done, of all policies."""
+        return len(self.rows("training_step"))
+
+    def events(self, name: str, files: Sequence[Path]) -> list[dict[str, Any]]:
+        """Log events of one name in these files."""
+        mark = f'"event":"{name}"'.encode()
+        return [orjson.loads(line) for file in files for line in file.read_bytes().splitlines() if mark in line]
+
+    def logs_of_node1(self) -> list[Path]:
+        return sorted((self.machines.node1.checkout / "runs" / "two-node1" / "logs").glob("*.jsonl"))
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> float:
+        """Seconds until it held. Raises when the run on node 0 ends before."""
+        begin = time.monotonic()
+        while not condition():
+            ended = self.node0 is None or self.node0.poll() is not None
+            assert not ended, f"the run ended before {what}:\n{self.output('node0')}\n{self.output('node1')}"
+            waited = time.monotonic() - begin
+            assert waited < timeout_s, f"no {what} in {timeout_s} s:\n{self.output('node0')}\n{self.output('node1')}"
+            time.sleep(0.1)
+        return time.monotonic() - begin
+
+    def wait_for_more(self, replica: str, count: int = 1) -> float:
+        """Seconds until a replica has brought more trajectories."""
+        before = self.trajectories()[replica]
+        return self.wait_for(lambda: self.trajectories()[replica] >= before + count, f"a trajectory of {replica}")
+
+    def stop(self) -> None:
+        for process in reversed(self._started):  # node 1 first
+            if process.poll() is None:
+                process.terminate()
+            process.wait(60)
+
+    def _popen(
+        self, machine: Machine, command: list[str], output: str, variables: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        with (self._directory / f"{output}.out").open("w") as file:
+            self._started.append(machine.popen(command, {**self._environment, **(variables or {})}, file))
+        return self._started[-1]
+
+
+def slots_with_two_records(run: TwoNodeRun) -> int:
+    """Slots that the journal holds twice: none, whatever was lost."""
+    counts = Counter((row["task_group_id"], row["index"]) for row in run.records())
+    return sum(count > 1 for count in counts.values())
+
+
+def failures(run: TwoNodeRun) -> int:
+    """Slots that were given up instead of played again."""
+    return sum("sequences" not in row for row in run.records())

@@ -1,0 +1,39 @@
+# An inference service with SGLang engines, for NVIDIA GPUs. SGLang's own pins, which differ from the other images'.
+# Build at the root of the checkout: docker build -f deploy/docker/inference-sglang.Dockerfile -t millrace-inference-sglang .
+# BASE_IMAGE: any with apt, CUDA 13 and its compiler, with which FlashInfer builds kernels at their first use, and Python 3.12.
+# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL: where packages come from; torch must be the index's CUDA build.
+ARG BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+
+FROM ${BASE_IMAGE} AS python
+# The distribution's own Python: which patch release is not ours to pin. The compiler builds Triton's launchers.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM python AS packages
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG EXTRAS=inference,sglang
+WORKDIR /build
+RUN python3 -m venv /opt/millrace
+ENV PATH=/opt/millrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY pyproject.toml README.md LICENSE deploy/docker/inference-sglang.constraints.txt ./
+# The packages alone: the code comes later, so that a change to it installs nothing again.
+RUN mkdir services && touch services/__init__.py \
+    && pip install --constraint inference-sglang.constraints.txt ".[${EXTRAS}]" \
+    && pip uninstall --yes millrace
+
+FROM python
+RUN useradd --uid 10001 --create-home millrace && install --directory --owner=millrace --group=millrace /runs
+COPY --from=packages /opt/millrace /opt/millrace
+WORKDIR /app
+COPY services services
+COPY recipes recipes
+ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+STOPSIGNAL SIGTERM
+# A large model takes minutes to load, and kernels take minutes more the first time.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
+    CMD ["python", "-m", "services.common.rpc.health", "127.0.0.1:50061"]
+ENTRYPOINT ["python", "-m", "services.cli"]

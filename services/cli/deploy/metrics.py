@@ -1,0 +1,92 @@
+"""What Prometheus and Grafana need of a deployment: which processes to ask where, and a dashboard of their answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import yaml
+
+from services.common.config.recipe import Recipe
+
+FIRST_PORT = 9464
+SCRAPE_EVERY = "5s"
+UID = "millrace"
+
+# title, unit of Grafana, queries: (expression, legend). Every metric in them exists; a test looks.
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Weight version", "none", (("millrace_weight_version", "ledger, {{policy}}"), ("millrace_engine_weight_version", "{{instance}}"))),
+    ("Reward of the newest batch", "none", (('millrace_step_metric{metric="reward_mean"}', "{{policy}}"),)),
+    ("Tokens per second", "short", (("sum by (instance) (rate(millrace_tokens_generated_total[1m]))", "sampled by {{instance}}"), ("millrace_training_tokens_per_second", "trained by {{instance}}"))),
+    ("Sequences on the way", "short", (("millrace_expected_sequences", "played, {{policy}}"), ("millrace_buffered_sequences", "buffered, {{policy}}"), ("millrace_quota_sequences", "quota, {{policy}}"))),
+    ("Staleness", "none", (('millrace_step_metric{metric=~"staleness_mean|staleness_max"}', "{{metric}}, {{policy}}"),)),
+    ("Where the time goes", "percentunit", (("sum by (component, activity, on) (rate(millrace_activity_seconds_total[1m])) / ignoring (activity, on) group_left sum by (component) (rate(millrace_activity_seconds_total[1m]))", "{{component}}: {{activity}} {{on}}"),)),
+    ("Stalls", "s", (("millrace_stalled_seconds", "{{component}}: {{cause}}"), ("millrace_waits", "waits"))),
+    ("Dropped and failed", "short", (("rate(millrace_sequences_dropped_total[1m])", "{{reason}}"), ("rate(millrace_rollout_failures_total[1m])", "failed: {{reason}}"), ("rate(millrace_records_dropped_total[1m])", "records: {{outcome}}"))),
+    ("Loss and gradient norm", "none", (('millrace_step_metric{metric=~"trainer/(loss|grad_norm|mismatch_kl|entropy)"}', "{{metric}}, {{policy}}"),)),
+    ("Training step", "s", (("millrace_step_seconds", "{{instance}}"),)),
+    ("Weights", "s", (("millrace_weight_fetch_seconds", "fetch, {{instance}}"), ("millrace_weight_swap_pause_seconds", "pause, {{instance}}"))),
+    ("Weights sent", "Bps", (("rate(millrace_weight_bytes_sent_total[1m])", "{{instance}}"),)),
+    ("Judge and sandbox", "short", (("millrace_judge_queue_waiting_jobs", "waiting, {{lane}}"), ("millrace_judge_queue_running_jobs", "running, {{lane}}"), ("millrace_sandbox_busy_slots", "sandbox slots"))),
+    ("Judge job", "s", (("millrace_judge_job_seconds", "{{instance}}"),)),
+    ("Memory", "bytes", (("process_resident_memory_bytes", "{{instance}}"),)),
+    ("Processor", "short", (("rate(process_cpu_seconds_total[1m])", "{{instance}}"),)),
+)  # fmt: skip
+
+
+def with_ports(recipe: Recipe, held: set[int]) -> dict[str, int]:
+    """A port for the metrics of each of its processes: its own, or the next that nobody holds."""
+    free = (port for port in count(FIRST_PORT) if port not in held)
+    given = recipe.metrics.ports
+    names = [name for name in recipe.processes_with_metrics() if name != "worker"]  # deployed by itself
+    return {name: given.get(name) or next(free) for name in names}
+
+
+def scrape_config(run: str, ports: Mapping[str, int], host: str = "127.0.0.1") -> str:
+    """``prometheus.yml``."""
+    targets = [
+        {"targets": [f"{host}:{port}"], "labels": {"instance": name, "service": name.partition("-")[0], "run": run}}
+        for name, port in ports.items()
+    ]
+    tree = {
+        "global": {"scrape_interval": SCRAPE_EVERY},
+        "scrape_configs": [{"job_name": "millrace", "static_configs": targets}],
+    }
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def dashboard() -> str:
+    """A Grafana dashboard, as JSON to import; it asks for the Prometheus to use."""
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    panels = [_panel(number, *panel, source) for number, panel in enumerate(PANELS)]
+    choose = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    tree = {
+        "uid": UID,
+        "title": "Millrace",
+        "tags": ["millrace"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [choose]},
+        "panels": panels,
+    }
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def _panel(
+    number: int, title: str, unit: str, queries: tuple[tuple[str, str], ...], source: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": title,
+        "datasource": source,
+        "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + place), "datasource": source, "expr": expression, "legendFormat": legend}
+            for place, (expression, legend) in enumerate(queries)
+        ],
+    }

@@ -1,0 +1,47 @@
+"""The two things that ``millrace trace`` does: list task groups, and tell all about one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from services.cli.trace.listing import choose, counted, read_groups, show_lines
+from services.cli.trace.reading import read_group
+from services.cli.trace.view import as_json as group_as_json
+from services.cli.trace.view import show
+
+
+def list_groups(
+    run_dir: Path, console: Console, *, order: str, state: str | None, step: int | None, last: int, as_json: bool
+) -> None:
+    """Raises ``ConfigError`` when the directory has no journal."""
+    groups = read_groups(run_dir)
+    lines = choose(groups, order=order, state=state, step=step, last=last)
+    counts = counted(groups)
+    if as_json:
+        typer.echo(json.dumps({"task_groups": [asdict(line) for line in lines], "counts": counts}))
+        return
+    show_lines(lines, console)
+    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
+    console.print(f"{len(groups)} task groups: {told or 'none was issued yet'}", highlight=False, soft_wrap=True)
+
+
+def show_group(
+    run_dir: Path, task_group_id: str, console: Console, *, phases: bool, output: Path | None, as_json: bool
+) -> None:
+    """Raises ``ConfigError`` for a task group that was never issued."""
+    facts = read_group(run_dir, task_group_id)
+    if as_json:
+        typer.echo(json.dumps(group_as_json(facts)))
+    else:
+        show(facts, console, with_slots=phases)
+    if output is not None:
+        from services.cli.trace.picture import draw
+
+        picture = draw(facts, output)
+        if not as_json:
+            console.print(f"picture: {picture}", highlight=False, soft_wrap=True)

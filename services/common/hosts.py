@@ -1,0 +1,40 @@
+"""Addresses of machines: how one is written with a port, and whether it is this one's. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import functools
+import socket
+
+
+def address(host: str, port: int) -> str:
+    """Host and port as services dial them.
+
+    >>> address("fd00::7", 50050)
+    '[fd00::7]:50050'
+    """
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def host_of(place: str) -> str:
+    """The host of ``HOST:PORT``, without brackets."""
+    return place.rpartition(":")[0].strip("[]")
+
+
+@functools.cache
+def is_here(host: str) -> bool:
+    """Whether a host is this machine, loopback included: a socket can be bound to it. Names are resolved."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, place) for family, _, _, _, place in found)
+
+
+def _can_bind(family: int, place: object) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(place)  # type: ignore[arg-type]
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: what a process already knows, under names that its tools know."""

@@ -1,0 +1,128 @@
+"""The interceptors that keep peers within ``limits``: how often they call, and what their messages may be.
+
+Messages are parsed here and not by gRPC, which tells a message that cannot be parsed as UNKNOWN, and logs its trace: any
+peer could fill the disk. Here it is the peer's mistake, told as such, after everything that may refuse the call without
+looking at the message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from services.common.errors import InvalidRequestError
+from services.common.rpc.interceptors import CallInterceptor, Context, Handler
+from services.common.rpc.limits import Limit, limit_of
+from services.common.rpc.rates import Rates
+from services.common.security.caller import caller
+
+Parse = Callable[[bytes], Any]
+
+
+def peer_of(context: Context) -> str:
+    """The caller at its host; of one that nobody vouches for, its connection is all that is known."""
+    connection, known = str(context.peer()), caller.get()
+    # By host: the replicas of a run may share keys, and one machine of them shall not use up what another may.
+    return connection if known is None else f"{known.name}@{connection.rpartition(':')[0]}"
+
+
+class RateInterceptor(CallInterceptor):
+    """Refuses calls over the limits on calls."""
+
+    def __init__(self, rates: Rates | None = None) -> None:
+        self._rates = rates or Rates()
+
+    @asynccontextmanager
+    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
+        name = method.rpartition("/")[2]
+        with self._rates.call(peer_of(context), name, limit_of(name)):
+            yield
+
+
+class MessageInterceptor(grpc.aio.ServerInterceptor):
+    """Parses requests and writes responses within the limits on their size. Comes last, next to the servicer."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        name = handler_call_details.method.rpartition("/")[2]
+        limit = limit_of(name)
+        read = _reader(name, limit, handler.request_deserializer)
+        write = _writer(name, limit, handler.response_serializer)
+        if (behaviour := handler.unary_unary) is not None:
+            return grpc.unary_unary_rpc_method_handler(_unary(behaviour, read, write))
+        if (behaviour := handler.unary_stream) is not None:
+            return grpc.unary_stream_rpc_method_handler(_streaming(behaviour, read), response_serializer=write)
+        if (behaviour := handler.stream_unary) is not None:
+            return grpc.stream_unary_rpc_method_handler(_unary(behaviour, _each(read), write))
+        return grpc.stream_stream_rpc_method_handler(
+            _streaming(handler.stream_stream, _each(read)), response_serializer=write
+        )
+
+
+def _unary(behaviour: Any, read: Callable[[Any], Any], write: Callable[[Any], bytes]) -> Any:
+    async def wrapped(request: Any, context: Context) -> bytes:
+        # Written here and not by gRPC, so that an answer that is too large is told like any other error.
+        return write(await behaviour(read(request), context))
+
+    return wrapped
+
+
+def _streaming(behaviour: Any, read: Callable[[Any], Any]) -> Any:
+    async def wrapped(request: Any, context: Context) -> None:
+        if not inspect.isasyncgenfunction(behaviour):
+            await behaviour(read(request), context)
+            return
+        async with aclosing(behaviour(read(request), context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return wrapped
+
+
+def _each(read: Callable[[bytes], Any]) -> Callable[[AsyncIterator[bytes]], AsyncIterator[Any]]:
+    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield read(data)
+
+    return parsed
+
+
+def _reader(name: str, limit: Limit, parse: Parse | None) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        if len(data) > limit.request_bytes:
+            raise InvalidRequestError(
+                f"a message of {name} has {len(data)} bytes; at most {limit.request_bytes} are taken",
+                limit=f"{name}.request_bytes",
+            )
+        if parse is None:
+            return data
+        try:
+            return parse(data)
+        except (DecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
+
+    return read
+
+
+def _writer(name: str, limit: Limit, serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    def write(message: Any) -> bytes:
+        data: bytes = serialize(message) if serialize is not None else message
+        if len(data) > limit.response_bytes:
+            raise InvalidRequestError(
+                f"the answer to {name} has {len(data)} bytes; at most {limit.response_bytes} are sent: ask for less",
+                limit=f"{name}.response_bytes",
+            )
+        return data
+
+    return write

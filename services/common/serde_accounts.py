@@ -1,0 +1,72 @@
+"""Time accounts and what is known of peers, to and from protobuf, in pairs."""
+
+from __future__ import annotations
+
+from services.common.accounts import AccountState, ActivityTime, PeerState
+from services.common.pb import account_pb2
+
+
+def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
+    return account_pb2.TimeAccount(
+        component=state.component,
+        num_lanes=state.num_lanes,
+        activities=[
+            account_pb2.ActivityTime(
+                activity=a.name,
+                on=a.on,
+                seconds=a.seconds,
+                num_now=a.num_now,
+                longest_now_s=a.longest_now_s,
+                num_done=a.num_done,
+                longest_done_s=a.longest_done_s,
+                detail=a.detail,
+            )
+            for a in state.activities
+        ],
+        progress=state.progress,
+        cpu_s=state.cpu_s,
+    )
+
+
+def account_from_proto(proto: account_pb2.TimeAccount) -> AccountState:
+    return AccountState(
+        component=proto.component,
+        num_lanes=proto.num_lanes,
+        activities=tuple(
+            ActivityTime(
+                name=a.activity,
+                on=a.on,
+                seconds=a.seconds,
+                num_now=a.num_now,
+                longest_now_s=a.longest_now_s,
+                num_done=a.num_done,
+                longest_done_s=a.longest_done_s,
+                detail=a.detail,
+            )
+            for a in proto.activities
+        ),
+        progress=proto.progress,
+        cpu_s=proto.cpu_s,
+    )
+
+
+def peer_to_proto(peer: PeerState) -> account_pb2.PeerState:
+    return account_pb2.PeerState(
+        component=peer.component,
+        address=peer.address,
+        silent_s=peer.silent_s,
+        detail=peer.detail,
+        gauges=dict(peer.gauges),
+        accounts=[account_to_proto(account) for account in peer.accounts],
+    )
+
+
+def peer_from_proto(proto: account_pb2.PeerState) -> PeerState:
+    return PeerState(
+        component=proto.component,
+        address=proto.address,
+        silent_s=proto.silent_s,
+        detail=proto.detail,
+        gauges=dict(proto.gauges),
+        accounts=tuple(account_from_proto(account) for account in proto.accounts),
+    )

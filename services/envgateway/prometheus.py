@@ -1,0 +1,42 @@
+"""Metrics of the environment gateway and of its workers: their gauges under the names of the field."""
+
+from __future__ import annotations
+
+from services.common.prometheus.metric import Metric
+
+_QUEUE = (
+    Metric("millrace_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
+    Metric("millrace_judge_queue_running_jobs", "gauge", "Jobs that run.", "queue_{lane}_running"),
+)  # fmt: skip
+
+METRICS = (
+    *_QUEUE,
+    Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
+    Metric("millrace_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
+    Metric("millrace_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", "queue_unanswered"),
+    Metric("millrace_judge_workers", "gauge", "Workers that are heard of.", "queue_workers"),
+    Metric("millrace_judge_worker_slots", "gauge", "Slots of all workers.", "queue_worker_slots"),
+    Metric("millrace_judge_redis_connected", "gauge", "1 while Redis answers.", "queue_redis_connected"),
+    Metric("millrace_judge_jobs_total", "counter", "Jobs by what became of them on the way.", "queue_{event}"),
+    Metric("millrace_sandbox_busy_slots", "gauge", "Slots of the sandbox that run a program.", "sandbox_busy_slots"),
+    Metric("millrace_sandbox_queued", "gauge", "Programs that wait for a slot of the sandbox.", "sandbox_queued"),
+    Metric("millrace_sandbox_live_processes", "gauge", "Processes that live on between calls.", "sandbox_live_processes"),
+    Metric("millrace_sandbox_runs_total", "counter", "Programs by how they ended, and restarts of fork servers.", "sandbox_{outcome}"),
+    Metric("millrace_episodes_live", "gauge", "Open episodes.", "episodes_live"),
+    Metric("millrace_episode_events_total", "counter", "Episodes created and ended by reason, and steps taken.", "episodes_{event}"),
+    Metric("millrace_tool_calls_total", "counter", "Tool calls by status.", "tool_calls_{status}"),
+    Metric("millrace_rewards_total", "counter", "Rewards by outcome.", "rewards_{outcome}"),
+    Metric("millrace_math_worker_events_total", "counter", "Math workers replaced, by reason.", "math_worker_{event}"),
+    Metric("millrace_stalled_threads", "gauge", "Threads of environments or tools that do not return.", "stalled_threads"),
+    Metric("millrace_oldest_thread_seconds", "gauge", "How long the oldest of them has been at it.", "oldest_thread_s"),
+    Metric("millrace_world_processes", "gauge", "Processes that hold an environment's games.", "{world}_engine_processes"),
+    Metric("millrace_world_games", "gauge", "Games that are open in them.", "{world}_engine_games"),
+    Metric("millrace_world_events_total", "counter", "Starts and ends of these processes.", "{world}_engine_{event}"),
+)  # fmt: skip
+
+WORKER_METRICS = (
+    *_QUEUE,
+    Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
+    Metric("millrace_worker_jobs_refused_total", "counter", "Jobs for which there was no room.", "queue_refused"),
+    Metric("millrace_worker_jobs_total", "counter", "Jobs by what became of them here.", "{event}"),
+)  # fmt: skip

@@ -1,0 +1,70 @@
+"""Numbers of the orchestrator for ``GetStatus`` and metrics. Reads the ring, changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from services.orchestrator.datasets import TaskSource
+from services.orchestrator.progress import waits
+from services.orchestrator.prompt_length import ShortPrompts
+from services.orchestrator.ring import Ring
+
+
+def gauges(ring: Ring, source: TaskSource, counted_before: Mapping[str, int]) -> dict[str, float]:
+    """``source``: the tasks to train on. ``counted_before``: the run's counters when this process began.
+
+    Counters are told since then: what an earlier process counted in its last seconds may be lost, and one that goes back a
+    little would be read as one that began anew.
+    """
+    left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
+    now = ring.clock()
+    return {
+        "tasks": float(len(source)),
+        "tasks_too_long": float(left_out),  # their prompts are
+        "steps": float(ring.num_steps),
+        "replicas": float(len(ring.pool)),
+        "running": float(ring.pool.num_running),
+        "tokens_per_s": ring.pool.tokens_per_s,
+        "waits": float(len(waits(ring))),
+        "journal_records": float(ring.journal.num_records),
+        "journal_commits": float(ring.journal.num_commits),
+        "journal_blocked": float(bool(ring.journal.blocked)),
+        "overlap_share": ring.timeline.overlap_share,
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.standing.stalls},
+        **_policies(ring),
+        **_replicas(ring),
+        **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in ring.counters.items()},
+        **{f"evaluation/{r.name}": r.mean_reward for r in ring.evaluations.results.values()},
+    }
+
+
+def _policies(ring: Ring) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for policy, ledger in ring.ledgers.items():
+        account, batches = ring.experience.admission.accounts[policy], ring.batches[policy]
+        found |= {
+            f"version/{policy}": float(ledger.newest_number),
+            f"buffered/{policy}": float(ring.experience.buffers[policy].num_sequences),
+            f"expected/{policy}": float(account.expected),
+            f"accepted/{policy}": float(account.accepted),
+            f"quota/{policy}": float(account.quota),
+            f"staleness_max/{policy}": float(batches.staleness_max),
+            f"waiting_ranks/{policy}": float(batches.num_waiting),
+        }
+        metrics = ring.last_metrics[policy].items()
+        found |= {f"step/{policy}/{name}": float(value) for name, value in metrics if math.isfinite(value)}
+    return found
+
+
+def _replicas(ring: Ring) -> dict[str, float]:
+    now = ring.clock()
+    found: dict[str, float] = {}
+    for replica in ring.pool:
+        found |= {
+            f"replica_slots/{replica.replica_id}": float(replica.num_slots),
+            f"replica_running/{replica.replica_id}": float(replica.num_running),
+            f"replica_tokens_per_s/{replica.replica_id}": replica.tokens_per_s,
+            f"replica_lease_left_s/{replica.replica_id}": max(0.0, replica.lease_until - now),
+        }
+    return found

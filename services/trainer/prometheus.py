@@ -1,0 +1,22 @@
+"""Metrics of a trainer and of its weight publisher: their gauges under the names of the field. Imports no torch."""
+
+from __future__ import annotations
+
+from services.common.prometheus.metric import Metric
+
+METRICS = (
+    Metric("millrace_training_step", "gauge", "The training step at hand.", "training_step"),
+    Metric("millrace_checkpoint_step", "gauge", "The step of the newest durable checkpoint.", "checkpoint_step"),
+    Metric("millrace_step_seconds", "gauge", "Seconds of the newest training step.", "step_seconds"),
+    Metric("millrace_training_tokens_per_second", "gauge", "Tokens trained per second in the newest step, all ranks.", "tokens_per_second"),
+    Metric("millrace_batch_wait_seconds_total", "counter", "Seconds spent waiting for batches.", "waited_s"),
+    Metric("millrace_failed_checkpoints_total", "counter", "Checkpoints that could not be written.", "failed_checkpoints"),
+)  # fmt: skip
+
+PUBLISHER_METRICS = (
+    Metric("millrace_published_weight_version", "gauge", "The newest version that can be fetched.", "newest_version"),
+    Metric("millrace_snapshots", "gauge", "Versions kept in full.", "snapshots"),
+    Metric("millrace_deltas", "gauge", "Deltas kept.", "deltas"),
+    Metric("millrace_delta_bytes", "gauge", "Bytes of the deltas kept.", "delta_bytes"),
+    Metric("millrace_weight_bytes_sent_total", "counter", "Bytes of weights sent.", "bytes_sent"),
+)  # fmt: skip

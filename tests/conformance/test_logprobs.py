@@ -1,0 +1,136 @@
+"""Log-probabilities against a plain transformers forward pass: before, across and after a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from services.common.models import named_weights
+from services.inference.engine.base import FinishReason
+from services.inference.engine.weight_update import WeightUpdate
+from tests.conformance.conftest import SGLANG
+from tests.conformance.subjects import Subject, until_tokens
+from tests.random_models import TOLERANCE, VOCAB, make_prompt, make_request, max_gap, reference_logprobs
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SAMPLING = pytest.mark.parametrize("exact", ["torch-qwen3", SGLANG], indirect=True)  # the others draw nothing
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_a_forward_pass(exact: Subject, temperature: float) -> None:
+    prompts = [make_prompt(length, seed) for seed, length in enumerate([3, 50, 20, 20, 33, 1, 90])]
+    generations = await asyncio.gather(
+        *(
+            exact.engine.generate(make_request(p, seed=i, temperature=temperature, max_new_tokens=40))
+            for i, p in enumerate(prompts)
+        )
+    )
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert len(generation.token_ids) == 40
+        assert max_gap(exact.model, prompt, generation, generation.segments[0], temperature) <= TOLERANCE
+
+
+@SAMPLING
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (20, 0.6)])
+async def test_filtered_logprobs_are_renormalised_over_the_kept_set(exact: Subject, top_k: int, top_p: float) -> None:
+    prompt = make_prompt(12)
+    generation = await exact.engine.generate(
+        make_request(prompt, temperature=1.3, top_k=top_k, top_p=top_p, max_new_tokens=60)
+    )
+    reference = reference_logprobs(exact.model, prompt + generation.token_ids, len(prompt), temperature=1.3).numpy()
+    for row, token, logprob in zip(reference, generation.token_ids, generation.segments[0].logprobs, strict=True):
+        order = np.argsort(-row)
+        p = np.exp(row[order].astype(np.float64))
+        if exact.cuts_in_turn:
+            p[top_k or VOCAB :] = 0
+            p /= p.sum()
+        kept = min(int(np.searchsorted(np.cumsum(p), top_p)) + 1, top_k or VOCAB)
+        place = order[:kept].tolist().index(token)  # fails when a token outside the kept set was drawn
+        assert abs(np.log(p[place] / p[:kept].sum()) - logprob) <= TOLERANCE
+
+
+@SAMPLING
+async def test_minimum_length_suppresses_stop_tokens_and_renormalises(exact: Subject) -> None:
+    prompt = make_prompt(10)
+    stops = tuple(range(0, VOCAB - 1, 2))  # half of the vocabulary: it would stop at once
+    generation = await exact.engine.generate(make_request(prompt, stop=stops, min_new_tokens=20, max_new_tokens=60))
+    assert not set(generation.token_ids[:20]) & set(stops)
+    assert generation.finish_reason is FinishReason.STOP
+    assert generation.token_ids[-1] in stops
+    reference = reference_logprobs(exact.model, prompt + generation.token_ids, len(prompt)).numpy()
+    logprobs = np.concatenate([segment.logprobs for segment in generation.segments])
+    for place, (row, token, logprob) in enumerate(zip(reference, generation.token_ids, logprobs, strict=True)):
+        if place < 20:
+            row[list(stops)] = -np.inf
+        assert abs(float(row[token]) - float(np.logaddexp.reduce(row)) - float(logprob)) <= TOLERANCE
+
+
+@SAMPLING
+async def test_greedy_takes_the_likeliest_token(exact: Subject) -> None:
+    prompt = make_prompt(15)
+    generation = await exact.engine.generate(make_request(prompt, temperature=0.0, max_new_tokens=50))
+    reference = reference_logprobs(exact.model, prompt + generation.token_ids, len(prompt))
+    assert generation.token_ids == reference.argmax(dim=-1).tolist()
+    assert max_gap(exact.model, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_logprobs_are_those_of_their_version_before_across_and_after_an_update(exact: Subject) -> None:
+    old, new = exact.model, exact.next_model()
+    shared = make_prompt(40)
+    prompts = [shared, [*shared, 9, 8, 7]]
+    pending = [
+        asyncio.ensure_future(exact.engine.generate(make_request(p, seed=i, max_new_tokens=300)))
+        for i, p in enumerate(prompts)
+    ]
+    await until_tokens(exact.engine, 40)
+    assert await exact.engine.update(WeightUpdate.full(named_weights(new), 1)) > 0
+    assert exact.engine.version == 1
+    for prompt, generation in zip(prompts, await asyncio.gather(*pending), strict=True):
+        before, after = generation.segments
+        assert (before.weight_version, after.weight_version) == (0, 1)
+        assert not after.mixed_cache
+        assert before.num_tokens + after.num_tokens == 300  # the budget covers the whole request
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert max_gap(old, prompt, generation, before) <= TOLERANCE
+        assert max_gap(new, prompt, generation, after) <= TOLERANCE
+        assert max_gap(old, prompt, generation, after) > 100 * TOLERANCE  # the test would notice old weights
+    later = await exact.engine.generate(make_request(shared, max_new_tokens=20))
+    assert [s.weight_version for s in later.segments] == [1]
+    assert max_gap(new, shared, later, later.segments[0]) <= TOLERANCE
+
+
+async def test_cached_prefixes_die_with_their_version(exact: Subject) -> None:
+    prompt = make_prompt(40)
+    await exact.engine.generate(make_request(prompt, max_new_tokens=10))
+    new = exact.next_model()
+    await exact.engine.update(WeightUpdate.full(named_weights(new), 1))
+    generation = await exact.engine.generate(make_request(prompt, max_new_tokens=10))
+    assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_updates_one_after_another_end_in_the_last(exact: Subject) -> None:
+    models = [exact.next_model(seed) for seed in (1, 2)]
+    prompt = make_prompt(30)
+    pending = asyncio.ensure_future(exact.engine.generate(make_request(prompt, max_new_tokens=200)))
+    await until_tokens(exact.engine, 5)
+    await exact.engine.pause()
+    await exact.engine.update(WeightUpdate.full(named_weights(models[0]), 1))
+    await exact.engine.update(WeightUpdate.full(named_weights(models[1]), 2))
+    await exact.engine.resume()
+    generation = await pending
+    assert [s.weight_version for s in generation.segments] == [0, 2]
+    assert max_gap(models[1], prompt, generation, generation.segments[1]) <= TOLERANCE
+
+
+async def test_a_refused_update_leaves_the_weights_as_they_were(exact: Subject) -> None:
+    weights = dict(named_weights(exact.next_model()))
+    last = list(weights)[-1]
+    weights[last] = weights[last][:-1]
+    with pytest.raises(Exception, match=last.replace(".", r"\.")):
+        await exact.engine.update(WeightUpdate.full(weights, 1))
+    prompt = make_prompt(10)
+    generation = await exact.engine.generate(make_request(prompt, max_new_tokens=10))
+    assert max_gap(exact.model, prompt, generation, generation.segments[0]) <= TOLERANCE

@@ -1,0 +1,104 @@
+"""What every engine does with another version of the weights, in mid-generation too."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common.errors import ModelMismatchError
+from services.common.weights.codec import ChunkChange
+from services.inference.engine.base import Engine, FinishReason
+from services.inference.engine.weight_update import WeightUpdate
+from tests.conformance.subjects import Shape, Subject, until_tokens
+from tests.random_models import make_prompt, make_request
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+OF_FLOATS: dict[str, Any] = {"dtype": "float32", "complete": False}
+
+
+def one_change(position: int) -> ChunkChange:
+    return ChunkChange(start=0, positions=np.array([position]), values=np.zeros(1, np.uint32), num_changes=1)
+
+
+async def test_an_update_splits_segments_and_keeps_the_budget(subject: Subject) -> None:
+    engine = subject.engine
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=500)))
+    await until_tokens(engine, 10)
+    assert await engine.update(subject.same_weights(7)) >= 0
+    generation = await pending
+    assert [s.weight_version for s in generation.segments] == [0, 7]
+    assert all(s.num_tokens for s in generation.segments)
+    assert len(generation.token_ids) == 500
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert engine.version == 7
+
+
+async def test_every_interruption_counts_against_the_same_budget(subject: Subject) -> None:
+    """The context too: what is left of either after the last swap is not given out again."""
+    engine = subject.engine
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(150), max_new_tokens=450)))
+    for version in (1, 2, 3):
+        await until_tokens(engine, 20)
+        await engine.update(subject.same_weights(version))
+    generation = await pending
+    assert [s.weight_version for s in generation.segments] == [0, 1, 2, 3]
+    assert len(generation.token_ids) == 450
+
+
+async def test_a_version_under_which_nothing_is_sampled_leaves_no_segment(subject: Subject) -> None:
+    engine = subject.engine
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(30), max_new_tokens=300)))
+    await until_tokens(engine, 5)
+    await engine.pause()
+    await engine.update(subject.same_weights(1))
+    await engine.update(subject.same_weights(2))
+    await engine.resume()
+    assert [s.weight_version for s in (await pending).segments] == [0, 2]
+
+
+async def test_an_update_while_paused_leaves_the_engine_paused(subject: Subject) -> None:
+    engine = subject.engine
+    await engine.pause()
+    await engine.update(subject.same_weights(1))
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(10), max_new_tokens=5)))
+    await asyncio.sleep(0.1)
+    assert not pending.done()
+    await engine.resume()
+    assert [s.weight_version for s in (await pending).segments] == [1]
+
+
+async def test_an_update_of_other_weights_is_refused(subject: Subject) -> None:
+    engine = subject.engine
+    weights = {**subject.weights, "model.norm.weight": Shape(65)}
+    with pytest.raises(ModelMismatchError, match=r"model\.norm\.weight has shape \(65,\), the model \(64,\)"):
+        await engine.update(WeightUpdate.full(weights, 1))
+    with pytest.raises(ModelMismatchError, match="missing: model"):
+        await engine.update(WeightUpdate.full({}, 1))
+    assert engine.version == 0
+
+
+async def test_an_update_of_some_weights_leaves_the_others(subject: Subject) -> None:
+    engine = subject.engine
+    some = {"model.norm.weight": subject.weights["model.norm.weight"]}
+    await engine.update(WeightUpdate(version=1, whole=some, complete=False))
+    await engine.update(WeightUpdate(version=2, changes={"model.norm.weight": [one_change(63)]}, **OF_FLOATS))
+    assert engine.version == 2
+
+
+async def test_changes_that_the_model_has_no_room_for_are_refused(engine: Engine) -> None:
+    for name, position in (("model.norm.weight", 64), ("model.abnorm.weight", 0)):
+        with pytest.raises(ModelMismatchError, match="norm"):
+            await engine.update(WeightUpdate(version=1, changes={name: [one_change(position)]}, **OF_FLOATS))
+    assert engine.version == 0
+
+
+async def test_flush_in_mid_generation_changes_nothing_that_can_be_seen(engine: Engine) -> None:
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(40), max_new_tokens=200)))
+    await until_tokens(engine, 5)
+    await engine.flush()
+    generation = await pending
+    assert [(s.weight_version, s.num_tokens) for s in generation.segments] == [(0, 200)]

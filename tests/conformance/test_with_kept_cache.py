@@ -1,0 +1,51 @@
+"""Engines that keep the KV cache of what runs when the weights change: tokens of a mixed cache are marked as such."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.models import named_weights
+from services.inference.engine.base import KvPolicy
+from services.inference.engine.weight_update import WeightUpdate
+from tests.conformance.subjects import Subject, until_tokens
+from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest.fixture
+def kv_policy() -> KvPolicy:
+    return KvPolicy.KEEP
+
+
+async def test_tokens_on_a_kept_cache_are_marked(subject: Subject) -> None:
+    engine = subject.engine
+    pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(40), max_new_tokens=300)))
+    await until_tokens(engine, 10)
+    await engine.update(subject.same_weights(1))
+    generation = await pending
+    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (1, True)]
+    assert len(generation.token_ids) == 300
+
+
+async def test_what_a_kept_cache_goes_into_is_marked_until_it_is_flushed(exact: Subject) -> None:
+    """Whether a later request may begin on it is the engine's to decide; then that is marked too."""
+    engine, new = exact.engine, exact.next_model()
+    prompt = make_prompt(40)
+    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=200)))
+    await until_tokens(engine, 10)
+    await engine.update(WeightUpdate.full(named_weights(new), 1))
+    generation = await pending
+    before, after = generation.segments
+    assert max_gap(exact.model, prompt, generation, before) <= TOLERANCE
+    assert max_gap(new, prompt, generation, after) > 100 * TOLERANCE
+    assert after.mixed_cache
+    longer = prompt + generation.token_ids
+    again = await engine.generate(make_request(longer, max_new_tokens=10))
+    assert again.segments[0].mixed_cache or max_gap(new, longer, again, again.segments[0]) <= TOLERANCE
+    await engine.flush()
+    flushed = await engine.generate(make_request(longer, max_new_tokens=10))
+    assert not flushed.segments[0].mixed_cache
+    assert max_gap(new, longer, flushed, flushed.segments[0]) <= TOLERANCE

@@ -1,0 +1,245 @@
+"""``millrace trace`` on a run of real processes: orchestrator and replicas, with a scripted engine and a scripted trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from benchmarks._peers import ScriptedTrainer
+from services.cli.__main__ import app
+from services.cli.trace.facts import GroupFacts
+from services.cli.trace.listing import choose, counted, read_groups
+from services.cli.trace.picture import draw
+from services.cli.trace.reading import read_group
+from services.cli.trace.stages import events, stages, status
+from services.common.errors import ConfigError
+from tests.e2e.conftest import REPOSITORY
+from tests.integration.orchestrator.conftest import Orchestrator
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 3
+SLOTS = 4
+
+
+def reward(task: Mapping[str, Any], completion: str) -> float:
+    """Rows 0, 3, 6, … bring different rewards, rows 1, 4, 7, … equal ones, and rows 2, 5, 8, … fail."""
+    row = int(task["question"].removeprefix("q"))
+    if row % 3 == 2:
+        raise ValueError("this reward is broken")
+    return 1.0 if row % 3 == 1 else len(completion) / 1000
+
+
+class Replica:
+    """A real inference service with the scripted engine."""
+
+    def __init__(self, orchestrator: Orchestrator, name: str) -> None:
+        command = [sys.executable, "-m", "services.inference", "--name", name, "--replica-id", name]
+        self.process = subprocess.Popen(
+            [*command, "--orchestrator", orchestrator.address],
+            cwd=REPOSITORY,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run in which a replica was killed while it played, and then the orchestrator."""
+    directory = tmp_path_factory.mktemp("trace") / "run"
+    orchestrator = Orchestrator(
+        directory,
+        run__steps=NUM_STEPS,
+        evaluation={"at_start": False, "at_end": False},
+        policies={
+            "model0": {"model": {"path": "unused", "context_length": 512}, "batch": {"size": SLOTS, "max_staleness": 1}}
+        },
+        workflow={"name": "single_turn", "settings": {"reward": "tests.e2e.test_trace:reward"}},
+        sampling={"max_new_tokens": 64},
+        metrics={"enabled": True},
+        inference={"a": {"engine": "scripted", "port": 0, "num_slots": 8, "scripted": {"latency_s": 0.4}}},
+    )
+    replicas: list[Replica] = []
+    try:
+        asyncio.run(_play(orchestrator, replicas))
+        yield directory
+    finally:
+        for replica in replicas:
+            replica.kill()
+        orchestrator.close()
+
+
+async def _play(orchestrator: Orchestrator, replicas: list[Replica]) -> None:
+    await orchestrator.start()
+    trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
+    try:
+        async with asyncio.timeout(60):
+            training = asyncio.ensure_future(trainer.run(NUM_STEPS))
+            replicas.append(Replica(orchestrator, "a"))
+            await orchestrator.until(lambda now: any(r.num_running for r in now.replicas))
+            replicas[0].kill()  # it plays its first task groups, and takes them along
+            replicas.append(Replica(orchestrator, "b"))
+            await orchestrator.until(lambda now: now.policies[0].version >= 1)
+            await orchestrator.restart()
+            await training
+            await _scrape(orchestrator.run_dir)
+    finally:
+        await trainer.close()
+    orchestrator.kill()
+    replicas[1].kill()
+
+
+async def _scrape(run_dir: Path) -> None:
+    """Keep what both processes say to Prometheus while they run."""
+    async with aiohttp.ClientSession() as session:
+        for file in (run_dir / "prometheus").glob("*.json"):
+            (target,) = json.loads(file.read_text())
+            if file.stem == "inference-a":  # it was killed, and could not take its entry away
+                continue
+            async with session.get(f"http://{target['targets'][0]}/metrics") as response:
+                (run_dir / f"{file.stem}.scraped").write_text(await response.text())
+
+
+def scraped(run_dir: Path, process: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Values by name and labels."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families((run_dir / f"{process}.scraped").read_text()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def group_that_is(run_dir: Path, state: str, **more: Any) -> GroupFacts:
+    lines = [
+        line
+        for line in choose(read_groups(run_dir), state=state, last=1000)
+        if all(getattr(line, k) == v for k, v in more.items())
+    ]
+    assert lines, f"no task group is {state}: {counted(read_groups(run_dir))}"
+    return read_group(run_dir, lines[-1].task_group_id)
+
+
+def happened(facts: GroupFacts) -> list[str]:
+    return [event.what for event in events(facts, with_slots=True)]
+
+
+def test_a_trained_group_shows_every_stage_from_prompt_to_gradient(run_dir: Path) -> None:
+    facts = group_that_is(run_dir, "trained")
+    assert facts.complete
+    assert [stage.name for stage in stages(facts)] == [
+        *("to the replica", "waiting for a slot", "playing", "to the journal"),
+        *("waiting for a batch", "to the trainer", "training", "publishing"),
+    ]
+    what = happened(facts)
+    wanted = [
+        "issued",
+        "accepted",
+        "slot_started",
+        "generate",
+        "slot_finished",
+        "slot_sent",
+        "slot_durable",
+        "complete",
+    ]
+    wanted += ["advantage_group_kept", "batch", "pulled", "training", "trained", "published"]
+    assert [what.index(name) for name in wanted] == sorted(what.index(name) for name in wanted)
+    for slot in facts.slots:
+        (generated,) = [phase for phase in slot.phases if phase.what == "generate"]
+        assert generated.num_tokens == slot.sequences[0].num_trained_tokens > 0
+        assert generated.seconds >= 0.4  # the engine's latency
+        assert slot.accepted_at <= slot.started_at <= slot.finished_at <= slot.sent_at <= slot.durable_at
+    (use,) = facts.uses
+    assert use.num_sequences == SLOTS
+    assert use.loss is not None
+
+
+def test_a_filtered_group_says_why_it_was_not_trained(run_dir: Path) -> None:
+    facts = group_that_is(run_dir, "filtered")
+    (verdict,) = facts.verdicts
+    assert (verdict.outcome, verdict.num_kept, verdict.mean, verdict.std) == ("equal_rewards", 0, 1.0, 0.0)
+    assert facts.closed_reason == "nothing to train"
+    assert not facts.uses
+    assert "advantage_group_equal_rewards" in happened(facts)
+
+
+def test_a_failed_group_says_what_failed(run_dir: Path) -> None:
+    facts = group_that_is(run_dir, "failed")
+    assert {(slot.failure, slot.detail) for slot in facts.slots} == {("ValueError", "this reward is broken")}
+    assert all([phase.what for phase in slot.phases] == ["generate"] for slot in facts.slots)
+    assert happened(facts).count("failed") == SLOTS
+
+
+def test_a_group_whose_replica_was_killed_shows_the_loss_and_who_played_it(run_dir: Path) -> None:
+    groups = [facts for facts in read_groups(run_dir) if len(facts.assignments) > 1]
+    assert groups
+    facts = read_group(run_dir, groups[0].task_group_id)
+    assert [assignment.replica_id for assignment in facts.assignments] == ["a", "b"]
+    what = happened(facts)
+    assert "replica.lease_lost" in what
+    lost = ["issued", "task_group.orphaned", "reissued", "accepted"]
+    assert [what.index(name) for name in lost] == sorted(what.index(name) for name in lost)
+    assert {slot.replica_id for slot in facts.slots} == {"b"}
+    assert next(stage.name for stage in stages(facts)) == "lost with a replica"
+
+
+def test_a_restart_of_the_orchestrator_is_seen_and_costs_no_fact(run_dir: Path) -> None:
+    groups = [read_group(run_dir, facts.task_group_id) for facts in read_groups(run_dir)]
+    assert any(note.event == "run.recovered" for facts in groups for note in facts.notes)
+    for facts in groups:
+        assert status(facts) in ("trained", "filtered", "failed", "waiting for a batch", "running", "expired")
+        assert facts.verdicts or not facts.complete or facts.num_failed == SLOTS
+
+
+def test_the_command_tells_people_machines_and_draws(run_dir: Path, tmp_path: Path) -> None:
+    name = group_that_is(run_dir, "trained").task_group_id
+    run = CliRunner().invoke
+    picture = tmp_path / "trace.png"
+    told = run(app, ["trace", str(run_dir), name, "--phases", "-o", str(picture)], env={"COLUMNS": "200"})
+    assert told.exit_code == 0, told.output
+    assert "where the time went" in told.output
+    assert "generate" in told.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    as_json = json.loads(run(app, ["trace", str(run_dir), name, "--json"]).output)
+    assert as_json["status"] == "trained"
+    assert sum(stage["seconds"] for stage in as_json["stages"]) > 0
+    listed = json.loads(
+        run(app, ["trace", str(run_dir), "--list", "--sort", "slowest", "--step", "1", "--json"]).output
+    )
+    assert {line["training_step"] for line in listed["task_groups"]} == {1}
+    assert "task groups: " in run(app, ["trace", str(run_dir), "--list"]).output
+    with pytest.raises(ConfigError, match="--list"):
+        read_group(run_dir, "nobody-00000001")
+
+
+def test_a_lost_replica_is_drawn(run_dir: Path, tmp_path: Path) -> None:
+    lost = next(facts for facts in read_groups(run_dir) if len(facts.assignments) > 1 and facts.complete)
+    assert draw(read_group(run_dir, lost.task_group_id), tmp_path / "lost.png").stat().st_size > 10_000
+
+
+def test_prometheus_hears_of_every_process_what_it_has_done(run_dir: Path) -> None:
+    orchestrator, replica = scraped(run_dir, "orchestrator"), scraped(run_dir, "inference-b")
+    assert orchestrator["millrace_weight_version"] == {("model0",): NUM_STEPS}
+    assert orchestrator["millrace_replica_slots"] == {("b",): 8}
+    assert orchestrator["millrace_journal_records_total"][()] > 0  # since it was started again
+    assert replica["millrace_tokens_generated_total"]["model0",] > 0
+    assert replica["millrace_failed_rollouts_total"][()] >= SLOTS
+    assert replica["millrace_records_acknowledged_total"]["accepted",] >= NUM_STEPS * SLOTS
+    for found in (orchestrator, replica):
+        assert "millrace_other" not in found
+        seconds, lanes = found["millrace_activity_seconds_total"], found["millrace_activity_lanes"]
+        assert seconds and lanes

@@ -1,0 +1,126 @@
+"""Two machines (namespaces joined by a cable), the command that node 0 prints executed on node 1, everything over TLS."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._machines import TwoMachines, two_machines, why_not
+from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
+from services.cli.keyring import Keyring
+
+pytestmark = pytest.mark.slow
+
+LEASE_S = 3.0
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[TwoMachines]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_machines(tmp_path) as made:
+        yield made
+
+
+def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_or_played_twice(
+    machines: TwoMachines, tmp_path: Path
+) -> None:
+    run = TwoNodeRun(machines, tmp_path, *DELTAS, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
+    try:
+        run.start()
+        run.paste()
+        run.wait_for_more("a", 8)
+        assert run.trajectories()["b"], "node 0 plays too"
+
+        def goes_on_without_node_1() -> None:
+            lost = len(lost_leases(run))
+            run.wait_for(lambda: len(lost_leases(run)) > lost, "the end of a's lease")
+            steps = run.steps()
+            run.wait_for(lambda: run.steps() >= steps + 2, "training steps without node 1")
+
+        machines.unplug()
+        goes_on_without_node_1()
+        machines.plug_in()
+        run.wait_for_more("a")
+        assert run.node1 is not None and run.node1.poll() is None, "the same process healed"
+
+        machines.node1.switch_off()
+        goes_on_without_node_1()
+        machines.switch_on_node1()
+        run.paste()
+        run.wait_for_more("a", 4)
+
+        assert "training" in run.ask("status", "viewer")
+        run.ask("stop")
+        assert run.node0 is not None and run.node0.wait(120) == 0, run.output("node0")
+        assert run.node1.wait(60) == 0, run.output("node1")
+    finally:
+        run.stop()
+    assert json.loads((run.run_dir / "summary.json").read_text())["state"] == "stopped"
+    assert slots_with_two_records(run) == 0
+    assert failures(run) == 0, "what node 1 had begun was played again, not given up"
+    transfers = run.events("weights.updated", run.logs_of_node1())
+    assert {transfer["transport"] for transfer in transfers} <= {"grpc", "bulk"}, "no memory is shared"
+    assert {"delta", "full"} == {transfer["mode"] for transfer in transfers}, "changes, and all after an absence"
+    assert secrets_in(run) == []
+
+
+def test_the_run_finishes_its_steps_with_inference_on_node_1_alone(machines: TwoMachines, tmp_path: Path) -> None:
+    """Nothing that node 1 plays with was there before the bundle: settings, keys, starting checkpoint."""
+    run = TwoNodeRun(machines, tmp_path, "run.steps=2", "evaluation.at_start=false", recipe="recipes/quickstart")
+    try:
+        run.start()
+        run.paste()
+        assert run.node0 is not None and run.node0.wait(240) == 0, run.output("node0")
+        assert run.node1 is not None and run.node1.wait(60) == 0, run.output("node1")
+    finally:
+        run.stop()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
+    assert set(run.trajectories()) == {"a"}
+
+
+def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
+    """No run is needed for it: a bundle of one, and a node 0 that does not answer."""
+    bundle = machines.node1.checkout / "runs" / "mine"
+    Keyring.make(bundle / "keys", "mine")
+    recipe = json.dumps({"extends": "../../recipes/quickstart/recipe.yaml", "inference": {"a": {"node": 1}}})
+    (bundle / "recipe.yaml").write_text(recipe)
+    settings = ["launch.ready_timeout_s=2", "orchestrator.port=50050"]
+    arguments = ["start", "runs/mine", "inference-a", *(part for setting in settings for part in ("--set", setting))]
+    run = TwoNodeRun(machines, tmp_path)
+
+    def told(**variables: str) -> str:
+        begin = time.monotonic()
+        process = run.millrace(machines.node1, *arguments, output="told", **variables)
+        assert process.wait(60) != 0
+        assert time.monotonic() - begin < 45, "within a bounded time"
+        return run.output("told")
+
+    node_0, keys = "ORCHESTRATOR_HOST_EXTERNAL", {"MILLRACE_KEYS": "runs/mine/keys/inference"}
+    assert f"set {node_0} to the host name of the node that runs the orchestrator" in told(**keys)
+    assert "nobody here knows the name nobody.invalid" in told(**{node_0: "nobody.invalid"}, **keys)
+    assert "10.77.0.9 cannot be reached: No route to host, for" in told(**{node_0: "10.77.0.9"}, **keys)
+    with machines.swallowing():
+        assert "no answer from node0 at port 50050, for" in told(**{node_0: "node0"}, **keys)
+    assert "holds keys of role operator, but this process is inference" in told(
+        **{node_0: "node0"}, MILLRACE_KEYS="runs/mine/keys/operator"
+    )
+    assert "copy its bundle from node 0 and set MILLRACE_KEYS" in told(**{node_0: "node0"}, RUN_DIR="runs/other")
+
+
+def lost_leases(run: TwoNodeRun) -> list[dict[str, Any]]:
+    return run.events("replica.lease_lost", sorted((run.run_dir / "logs").glob("orchestrator*.jsonl")))
+
+
+def secrets_in(run: TwoNodeRun) -> list[Path]:
+    """Logs and printed words that hold a token of the run."""
+    tokens = [file.read_bytes().strip() for file in (run.run_dir / "keys").rglob("token")]
+    assert tokens
+    written = [*run.logs_of_node1(), *(run.run_dir / "logs").iterdir(), *run.run_dir.parents[2].glob("*.out")]
+    return [file for file in written if any(token in file.read_bytes() for token in tokens)]

@@ -1,0 +1,126 @@
+"""The trainer on a CUDA device: NCCL, kernels, host offload and loading by shards give what the CPU gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.optimizer import OptimizerConfig
+from services.common.models import load_model, named_weights
+from services.trainer import attention
+from services.trainer.attention import Documents, documents_attention
+from services.trainer.model import load_policy_model
+from services.trainer.moments_on_host import MOMENTS, MomentsOnHost
+from services.trainer.sharding import Ranks, full, init_ranks, leave_ranks
+from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """A group of one over NCCL: FSDP2 shards, gathers and reduces as with many."""
+    joined = init_ranks(timeout_s=60.0, device="cuda", always_group=True)
+    yield joined
+    leave_ranks()
+
+
+def trained(ranks: Ranks, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    step = train_step(
+        AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1),
+        causal_lm=tiny_causal_lm(), ranks=ranks, optimizer=OptimizerConfig(lr=1e-2),
+        reference=tiny_causal_lm(seed=1), gradient_checkpointing=True, **settings,
+    )  # fmt: skip
+    for seed in (0, 1):
+        metrics = step.run(rank_batch(training_sequences(11, seed=seed, minibatches=2))).as_dict()
+    weights = {name: full(weight).cpu().float() for name, weight in named_weights(step.model.causal_lm).items()}
+    return weights, metrics
+
+
+def test_a_gpu_trains_what_the_cpu_trains(ranks: Ranks) -> None:
+    expected, _ = trained(Ranks.single())
+    found, metrics = trained(ranks)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-3, msg=name)
+    assert metrics["memory_peak_gib"] > 0 and metrics["tflops"] > 0
+
+
+def test_mixed_precision_over_nccl_is_close_and_keeps_its_masters(ranks: Ranks) -> None:
+    _, exact = trained(ranks)
+    _, half = trained(ranks, compute_dtype=torch.bfloat16)
+    assert half["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.15)
+
+
+def test_what_waits_on_the_host_trains_the_same(ranks: Ranks) -> None:
+    expected, _ = trained(ranks, compute_dtype=torch.bfloat16)
+    found, _ = trained(ranks, compute_dtype=torch.bfloat16, offload=True)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_moments_wait_in_pinned_memory_and_the_update_has_the_bits_of_one_on_the_device(bucket_bytes: int) -> None:
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5))).to(CUDA)
+    second = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(5))).to(CUDA)
+    second.load_state_dict(first.state_dict())
+    plain, ours = (torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (first, second))
+    moments = MomentsOnHost(ours, bucket_bytes)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(8, 64, device=CUDA)
+        for model in (first, second):
+            model(x).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+        moments.step()
+    for theirs, mine in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for name in MOMENTS:
+            assert ours.state[mine][name].is_pinned() and ours.state[mine][name].device.type == "cpu"
+            assert torch.equal(ours.state[mine][name], plain.state[theirs][name].cpu())
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
+def test_each_kernel_equals_sdpa_by_document_forward_and_backward(kernel: Any) -> None:
+    if importlib.util.find_spec(attention._PACKAGES[kernel]) is None:
+        pytest.skip(f"{kernel} is not installed")
+    torch.manual_seed(0)
+    offsets = np.cumsum([0, 65, 130, 130, 1, 33]).astype(np.int64)
+    documents = Documents.from_offsets(offsets, CUDA)
+    inputs = [
+        torch.randn(1, heads, int(offsets[-1]), 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    upstream = torch.randn(1, int(offsets[-1]), 8, 64, device=CUDA, dtype=torch.bfloat16)
+    results = []
+    for chosen in (kernel, "sdpa"):
+        output, _ = documents_attention(torch.nn.Identity(), *inputs, documents=documents, kernel=chosen)
+        results.append([output, *torch.autograd.grad(output, inputs, upstream)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_is_loaded_by_shards_onto_the_device(ranks: Ranks, tmp_path: Path) -> None:
+    tiny_causal_lm().save_pretrained(tmp_path)
+    expected = named_weights(load_model(tmp_path))
+    for settings in ({}, {"compute_dtype": torch.bfloat16}, {"trainable": False, "offload": True}):
+        model = load_policy_model(tmp_path, ranks, **settings)  # type: ignore[arg-type]
+        for name, weight in named_weights(model.causal_lm).items():
+            where = "cpu" if "offload" in settings else "cuda"
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            assert local.device.type == where, (name, settings)
+            assert torch.equal(local.cpu(), expected[name]), (name, settings)
+        assert all(buffer.device.type == "cuda" for buffer in model.buffers()), settings

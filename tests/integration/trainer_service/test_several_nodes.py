@@ -1,0 +1,130 @@
+"""A trainer over two nodes, both on this machine: it trains what one rank trains, and heals when a node is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.peers import START_AGAIN
+from tests.integration.trainer.launching import free_port
+from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
+from tests.integration.trainer_service.orchestrating import FakeOrchestrator
+from tests.integration.trainer_service.test_trainer_process import rank_pids
+from tests.unit.trainer_service.building import POLICY
+
+pytestmark = pytest.mark.slow
+
+Nodes = list[TrainerProcess]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Callable[..., Nodes]]:
+    """Makes the launchers of two nodes with one rank each, and ends their processes."""
+    made: Nodes = []
+
+    def make(orchestrator: FakeOrchestrator, run_dirs: list[Path], *more: str) -> Nodes:
+        port = free_port()
+        for node, run_dir in enumerate(run_dirs):
+            place = ["--num-nodes=2", f"--node-rank={node}", f"--rendezvous-port={port}", "--interface=lo"]
+            made.append(
+                TrainerProcess(orchestrator, run_dir, launch=["--num-ranks=1", *place, *more], name=f"node{node}")
+            )
+        return made
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def start(nodes: Nodes) -> None:
+    for node in nodes:
+        node.start()
+
+
+async def codes(nodes: Nodes) -> list[int]:
+    return list(await asyncio.gather(*(node.wait() for node in nodes)))
+
+
+def errors(nodes: Nodes) -> str:
+    return "\n".join(f"--- {node.name}\n{node.errors}" for node in nodes)
+
+
+async def test_two_nodes_train_what_one_rank_trains_and_resume_when_a_rank_is_killed(
+    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes], trainers: Callable[..., TrainerProcess]
+) -> None:
+    alone = await make_orchestrator(run={"steps": 4})
+    one = trainers(alone)
+    one.start()
+    assert await one.wait() == 0, one.errors
+
+    orchestrator = await make_orchestrator(run={"steps": 4})
+    orchestrator.held_step = 4
+    both = nodes(orchestrator, [orchestrator.run_dir] * 2)
+    start(both)
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    [rank] = rank_pids(both[1])
+    os.kill(rank, signal.SIGKILL)  # the other waits for a batch, and takes part in nothing that could fail
+    assert await codes(both) == [START_AGAIN, -signal.SIGKILL], errors(both)
+    assert "trainer: the ranks of node 1 have died; the ranks of this node are ended" in both[0].errors
+    orchestrator.held_step = None
+    orchestrator.pulls.clear()
+    start(both)
+    assert await codes(both) == [0, 0], errors(both)
+    assert orchestrator.pulls == [3, 4], "the checkpoint of step 2, which both wrote, was read"
+    assert orchestrator.counters["conflicts"] == 0
+    assert orchestrator.joins[-1].num_ranks == 2
+
+    expected, found = (
+        dict(AutoModelForCausalLM.from_pretrained(directory / "export" / POLICY).named_parameters())
+        for directory in (one.run_dir, orchestrator.run_dir)
+    )
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
+
+
+async def test_a_node_that_is_told_to_leave_takes_the_others_along_with_a_checkpoint(
+    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
+) -> None:
+    """The run is not over for the other node: it asks to be started again, and then waits for the one that left."""
+    orchestrator = await make_orchestrator(run={"steps": 4}, trainer={"checkpoint_every": 100})
+    both = nodes(orchestrator, [orchestrator.run_dir] * 2)
+    start(both)
+    await orchestrator.until(lambda: orchestrator.newest >= 1, "nothing was trained")
+    both[1].terminate()
+    assert await codes(both) == [START_AGAIN, 0], errors(both)
+    assert "the ranks of another node were told to leave; a checkpoint is written" in both[0].errors
+    assert len(list((orchestrator.run_dir / "checkpoints" / POLICY).glob("step_*"))) == 1
+
+
+async def test_a_node_that_falls_silent_is_named_and_the_others_leave(
+    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
+) -> None:
+    """Stopped, not killed: no connection is closed, as when a machine loses its power."""
+    orchestrator = await make_orchestrator(run={"steps": 4})
+    orchestrator.held_step = 2
+    both = nodes(orchestrator, [orchestrator.run_dir] * 2, "--node-timeout-s=4")
+    start(both)
+    await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
+    os.killpg(both[1].pid, signal.SIGSTOP)
+    assert await both[0].wait() == START_AGAIN, both[0].errors
+    assert "trainer: node 1 was not heard of for 4 s; the ranks of this node are ended" in both[0].errors
+
+
+async def test_nodes_without_a_common_directory_are_refused_in_words(
+    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes], tmp_path: Path
+) -> None:
+    orchestrator = await make_orchestrator(run={"steps": 4})
+    both = nodes(orchestrator, [orchestrator.run_dir, tmp_path / "elsewhere"])
+    start(both)
+    assert await codes(both) == [2, 2], errors(both)
+    for node in both:
+        assert "rank 1: on " in node.errors
+        assert f"{tmp_path / 'elsewhere'}/checkpoints/{POLICY} is not the directory" in node.errors
+    assert orchestrator.ledger == {}

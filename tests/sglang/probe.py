@@ -1,0 +1,38 @@
+"""Whether SGLang's server starts in an environment and generates: ``python -m tests.sglang.probe PYTHON``.
+
+Uses none of the project's engine, so that a fault of that is a failure of the tests, not a reason to leave them out.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from services.common import tiny_models
+from tests.sglang.server import Server, ServerError
+
+
+def main(python: str) -> None:
+    """Exits with the reason where it does not."""
+    if not Path(python).exists():
+        sys.exit(f"error: there is no {python}")
+    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as held:
+        folder = Path(directory)
+        port = held.getsockname()[1]
+        held.close()
+        tiny_models.build(folder / "model", seed=0)
+        try:
+            with Server(Path(python), folder / "model", folder / "server.log", port) as server:
+                status, answer = server.post(
+                    "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+                )
+        except ServerError as error:
+            sys.exit(f"error: {error}")
+    if status != 200 or len(answer["output_ids"]) != 4:
+        sys.exit(f"error: it answered {status}: {answer}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""The engine over true SGLang servers that die, cannot load, or refuse: healed, or explained in the server's own words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ConfigError, InfrastructureError
+from services.common.models import named_weights
+from services.inference.engine.base import FinishReason
+from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.weight_update import WeightUpdate
+from tests.conformance.subjects import sglang_engine, until_tokens
+from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap, perturbed
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
+
+Build = Callable[..., Awaitable[SglangEngine]]
+
+
+@pytest.fixture
+async def build(model: Any, tmp_path: Path) -> AsyncIterator[Build]:
+    """Engines that are stopped at the end, started or not; ``path`` takes another model's place."""
+    built: list[SglangEngine] = []
+
+    async def make(path: str | None = None, **changes: Any) -> SglangEngine:
+        engine = sglang_engine(Path(path or model.name_or_path), named_weights(model), tmp_path, **changes)
+        built.append(engine)
+        return engine
+
+    yield make
+    for engine in built:
+        await engine.stop()
+
+
+def server_pid(engine: Any) -> int:
+    pid = engine._servers[0].process.pid
+    assert isinstance(pid, int)
+    return pid
+
+
+async def test_a_killed_server_is_started_again_with_the_version_held_and_its_requests_go_on(
+    build: Build, model: Any
+) -> None:
+    new = perturbed(model)
+    engine = await build()
+    await engine.start()
+    await engine.update(WeightUpdate.full(named_weights(new), 3))
+    prompt = make_prompt(20)
+    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=400)))
+    await until_tokens(engine, 40)
+    first = server_pid(engine)
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(150):
+        generation = await pending
+    assert server_pid(engine) != first
+    assert len(generation.token_ids) == 400  # what the first had sampled counts
+    assert generation.finish_reason is FinishReason.LENGTH
+    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(3, False)]
+    assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
+    assert engine.health().ok
+
+
+async def test_a_model_path_that_is_not_there_is_named_before_any_server_starts(build: Build, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, InfrastructureError), match="no_such_model"):
+        await (await build(str(tmp_path / "no_such_model"))).start()
+
+
+async def test_a_server_that_dies_while_loading_is_quoted(build: Build, model: Any, tmp_path: Path) -> None:
+    """A directory with a config and without weights: found out by SGLang alone."""
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    (hollow / "config.json").write_bytes((Path(model.name_or_path) / "config.json").read_bytes())
+    engine = await build(str(hollow))
+    with pytest.raises(InfrastructureError) as caught:
+        await engine.start()
+    assert "while loading" in caught.value.message
+    assert "policies.<name>.model.path" in caught.value.message  # what may help
+    assert str(hollow) in caught.value.message  # in its last lines
+    assert not engine.health().ok
+
+
+async def test_an_argument_that_sglang_does_not_know_is_named(build: Build) -> None:
+    engine = await build(sglang={"extra_arguments": {"no_such_argument": 1}})
+    with pytest.raises(InfrastructureError) as caught:
+        await engine.start()
+    assert "unrecognized arguments: --no-such-argument 1" in caught.value.message
+    assert "sglang.extra_arguments" in caught.value.message

@@ -1,0 +1,63 @@
+"""GPUs that a recipe names and this machine lacks are told before anything starts, with what to write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from services.cli.gpus_here import gpu_problems, gpus_here
+from services.cli.launch_checks import launch_problems
+from services.common.config.loading import load_recipe
+from services.common.config.recipe import Recipe
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def recipe(*overrides: str) -> Recipe:
+    """Inference on GPUs 0 to 3, the trainer on 4 to 7."""
+    return load_recipe(REPOSITORY / "recipes/code/qwen3-8b-m2po-full", list(overrides), {})
+
+
+def test_a_machine_with_all_the_gpus_has_no_problem() -> None:
+    assert gpu_problems(recipe(), [79.6] * 8) == []
+
+
+def test_gpus_that_are_not_there_are_named_with_the_key_and_those_that_are() -> None:
+    (line,) = gpu_problems(recipe(), [80.0] * 6)
+    assert line.startswith("policies.model0.trainer.gpus names GPU 6, 7, but this machine has the GPUs 0 to 5")
+
+
+def test_a_machine_without_a_gpu_says_so_for_each_section() -> None:
+    lines = gpu_problems(recipe(), [])
+    assert [line.partition(" is ")[0] for line in lines] == ["inference.a.gpus", "policies.model0.trainer.gpus"]
+    assert all("no NVIDIA GPU" in line for line in lines)
+
+
+def test_less_memory_than_the_recipe_counts_with_is_told_with_the_number_to_write() -> None:
+    lines = gpu_problems(recipe(), [80.0, 80.0, 23.7, 80.0, *[80.0] * 4])
+    assert len(lines) == 1
+    assert "inference.a.gpus: GPU 2 has 23.7 GiB" in lines[0] and "write 23 there" in lines[0]
+
+
+def test_gpus_of_another_node_are_not_looked_for_here() -> None:
+    elsewhere = recipe("inference.a.node=1")
+    assert all("inference.a" not in line for line in gpu_problems(elsewhere, []))
+
+
+def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus_here() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 81559\necho 24576\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    assert [round(size, 1) for size in gpus_here()] == [79.6, 24.0]
+
+
+def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.launch_checks.gpus_here", lambda: [80.0] * 8)
+    lines = launch_problems(recipe("inference.a.sglang.python=/nowhere/bin/python"))
+    assert "inference.a: sglang.python: there is no interpreter /nowhere/bin/python" in "\n".join(lines)

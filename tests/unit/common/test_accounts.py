@@ -1,0 +1,193 @@
+"""Time accounts: exclusive, complete, and telling who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, who_waits_for_whom
+from services.common.serde_accounts import account_from_proto, account_to_proto, peer_from_proto, peer_to_proto
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+NAMES = st.sampled_from(["working", "waiting for a batch", "waiting for weights"])
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["open", "close", "enter", "rest", "lane", "leave", "pass"]), NAMES, st.integers(0, 7)),
+    max_size=60,
+)
+
+
+@given(num_lanes=st.integers(1, 4), steps=STEPS)
+def test_the_seconds_sum_to_lanes_times_lifetime_whatever_the_interleaving(
+    num_lanes: int, steps: list[tuple[str, str, int]]
+) -> None:
+    clock = Clock()
+    account = TimeAccount("c", num_lanes=num_lanes, clock=clock)
+    lanes, waits = [], []  # type: ignore[var-annotated]
+    for what, name, number in steps:
+        clock.now += number * 0.25
+        if what == "lane":
+            lanes.append(ExitStack())
+            lanes[-1].enter_context(account.lane(name))
+        elif what == "leave" and lanes:
+            lanes.pop().close()  # the context variable wants the order in which they came
+        elif what == "open":
+            lane = account._lanes[number % num_lanes]
+            if num_lanes == 1 or lane not in account._free:
+                waits.append(ExitStack())
+                waits[-1].enter_context(account.during(name, "other", lane=lane))
+        elif what == "close" and waits:
+            waits.pop(number % len(waits)).close()  # in any order
+        elif what == "enter" and num_lanes == 1:
+            account.enter(name)
+        elif what == "rest":
+            account.rest(name)
+        state = account.state()
+        assert state.seconds == pytest.approx(num_lanes * (clock.now - 100.0))
+        assert sum(activity.num_now for activity in state.activities) == num_lanes
+        assert all(activity.seconds >= 0 for activity in state.activities)
+        if clock.now > 100.0:
+            assert sum(state.shares().values()) == pytest.approx(1.0)
+    while lanes:
+        lanes.pop().close()
+
+
+def test_the_innermost_activity_counts_alone_and_the_outer_one_goes_on_afterwards() -> None:
+    clock = Clock()
+    account = TimeAccount("trainer/model0", clock=clock)
+    account.enter("training")
+    clock.now += 1.0
+    with account.during("waiting for other ranks", on="trainer/model0/rank1"):
+        clock.now += 3.0
+    clock.now += 2.0
+    assert account.state().shares() == {
+        Activity("training"): 0.5,
+        Activity("waiting for other ranks", "trainer/model0/rank1"): 0.5,
+        Activity("idle"): 0.0,
+    }
+
+
+def test_a_rollout_that_starts_tasks_is_in_one_activity_at_a_time() -> None:
+    clock = Clock()
+    account = TimeAccount("replica/a", num_lanes=2, clock=clock)
+
+    async def rollout() -> None:
+        async def turn(seconds: float) -> None:
+            with account.during("generating", on="engine"):
+                clock.now += seconds
+                await asyncio.sleep(0)
+
+        with account.lane("playing"):
+            await asyncio.gather(turn(1.0), turn(2.0), turn(4.0))
+
+    asyncio.run(rollout())
+    state = account.state()
+    assert state.seconds == 14.0
+    assert state.shares()[Activity("idle")] == 0.5
+
+
+def test_what_nothing_occupies_is_in_the_rest_and_a_call_without_a_lane_is_nobodys_time() -> None:
+    clock = Clock()
+    account = TimeAccount("replica/a", num_lanes=3, clock=clock)
+    account.rest("nothing issued", on="orchestrator")
+    with account.lane("playing"), account.lane("playing"), account.lane("playing"), account.lane("playing") as none:
+        assert none is None
+        clock.now += 1.0
+    account.rest("waiting for weights", on="publisher/model0")
+    with account.during("generating"):
+        clock.now += 1.0
+    assert account.state().shares() == pytest.approx(
+        {
+            Activity("idle"): 0.0,
+            Activity("nothing issued", "orchestrator"): 0.0,
+            Activity("playing"): 0.5,
+            Activity("waiting for weights", "publisher/model0"): 0.5,
+        }
+    )
+
+
+def test_what_is_going_on_now_is_told_with_its_age_and_its_note() -> None:
+    clock = Clock()
+    account = TimeAccount("replica/a/weights/model0", clock=clock)
+    with account.during("fetching", on="publisher/model0") as wait:
+        clock.now += 12.0
+        wait.note("nobody answers")
+        (now,) = account.state().now()
+    assert (now.name, now.on, now.longest_now_s, now.detail) == ("fetching", "publisher/model0", 12.0, "nobody answers")
+    (fetching,) = [a for a in account.state().activities if a.name == "fetching"]
+    assert (fetching.num_done, fetching.longest_done_s, fetching.num_now) == (1, 12.0, 0)
+    clock.now += 61.0
+    account.state()
+    clock.now += 31.0
+    assert {a.longest_done_s for a in account.state().activities} == {0.0}, "only what ended lately"
+
+
+def test_many_threads_lose_no_time() -> None:
+    account = TimeAccount("busy", num_lanes=8)
+    begun = account.state().seconds
+
+    def work() -> None:
+        for _ in range(300):
+            with account.lane("a"), account.during("b"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state = account.state()
+    assert sum(activity.num_now for activity in state.activities) == 8
+    assert state.seconds >= begun
+    assert sum(state.shares().values()) == pytest.approx(1.0)
+
+
+def test_who_waits_for_whom_is_a_matrix_whose_rows_sum_to_one() -> None:
+    trainer = AccountState(
+        component="trainer/model0",
+        activities=(
+            ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0),
+            ActivityTime(name="publishing", on="orchestrator", seconds=1.0),
+            ActivityTime(name="training", seconds=4.0),
+        ),
+    )
+    matrix = who_waits_for_whom([trainer, AccountState(component="young")])
+    assert matrix == {("trainer/model0", "orchestrator"): 0.5, ("trainer/model0", ""): 0.5}
+
+
+def test_accounts_and_peers_pass_the_wire_unchanged() -> None:
+    account = AccountState(
+        component="envgateway",
+        num_lanes=4,
+        activities=(
+            ActivityTime(
+                name="running programs",
+                on="redis",
+                seconds=2.5,
+                num_now=3,
+                longest_now_s=1.5,
+                num_done=7,
+                longest_done_s=2.0,
+                detail="why",
+            ),
+        ),
+        progress=9,
+        cpu_s=0.5,
+    )
+    assert account_from_proto(account_to_proto(account)) == account
+    peer = PeerState(
+        component="envgateway", address="h:1", silent_s=3.0, detail="d", gauges={"g": 1.0}, accounts=(account,)
+    )
+    assert peer_from_proto(peer_to_proto(peer)) == peer

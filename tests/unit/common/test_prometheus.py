@@ -1,0 +1,114 @@
+"""Metrics: gauges of GetStatus under the field's names, over real HTTP, read back by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.cli.metrics_catalogue import CATALOGUE
+from services.common.accounts import TimeAccount
+from services.common.config.services import MetricsConfig
+from services.common.errors import ConfigError
+from services.common.prometheus.exposition import MetricsServer
+from services.common.prometheus.metric import OTHER, Metric, Translation
+from services.common.prometheus.serving import metrics_server
+from services.common.status import ProcessStatus
+
+BUFFERED = Metric("millrace_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
+TOKENS = Metric("millrace_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
+STALLED = Metric("millrace_stalled_seconds", "gauge", "Standing still.", "stall/{cause}/{component}")
+
+
+def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
+    anything = Metric("millrace_events_total", "counter", "Events.", "{event}")
+    found = Translation([BUFFERED, STALLED, anything]).samples(
+        {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}
+    )
+    assert [(s.metric, s.labels, s.value) for s in found] == [
+        (BUFFERED, ("actor",), 3.0),
+        (STALLED, ("dead peer", "replica/a"), 2.5),
+        (anything, ("oddities",), 1.0),
+    ]
+
+
+def test_a_gauge_that_no_metric_knows_is_not_lost() -> None:
+    (sample,) = Translation([BUFFERED]).samples({"a gauge of the future": 7})
+    assert (sample.metric, sample.labels, sample.value) == (OTHER, ("a gauge of the future",), 7.0)
+
+
+@pytest.mark.parametrize("name", ["buffered", "millrace_Buffered", "millrace_buffered_total"])
+def test_names_follow_the_convention_or_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"millrace_|_total"):
+        Metric(name, "gauge", "Help.")
+
+
+@pytest.mark.parametrize("process", CATALOGUE)
+def test_each_process_names_every_metric_and_source_once_and_explains_it(process: str) -> None:
+    metrics = CATALOGUE[process]
+    for values in ([m.name for m in metrics], [m.source for m in metrics if m.source]):
+        assert len(values) == len(set(values))
+    assert all(m.help.endswith(".") for m in metrics)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[MetricsServer]:
+    account = TimeAccount("trainer/model0")
+    numbers = {"tokens/model0": 0.0}
+
+    def status() -> ProcessStatus:
+        numbers["tokens/model0"] += 10  # read at every scrape
+        return ProcessStatus(
+            service="inference", instance_id="a", run_id='run "1"', state="ready", started_at=1.0,
+            gauges={"buffered/actor": 1.5, "strange": 2.0, **numbers}, accounts=(account.state(),),
+        )  # fmt: skip
+
+    found = metrics_server(
+        MetricsConfig(enabled=True), status, [BUFFERED, TOKENS], name="inference-a", host="127.0.0.1", run_dir=tmp_path
+    )
+    assert found is not None
+    await found.start()
+    yield found
+    await found.stop()
+
+
+async def scrape(run_dir: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """As Prometheus does it: the address from the file, then the samples by name and labels."""
+    (target,) = json.loads((run_dir / "prometheus" / "inference-a.json").read_text())
+    assert target["labels"] == {"service": "inference", "instance": "inference-a", "run": 'run "1"'}
+    async with aiohttp.ClientSession() as session, session.get(f"http://{target['targets'][0]}/metrics") as response:
+        assert response.content_type == "text/plain"
+        families = text_string_to_metric_families(await response.text())
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+async def test_a_scrape_reads_what_is_true_now(server: MetricsServer, tmp_path: Path) -> None:
+    first, second = await scrape(tmp_path), await scrape(tmp_path)
+    tokens = ("millrace_tokens_generated_total", (("policy", "model0"),))
+    assert second[tokens] == first[tokens] + 10
+    assert first["millrace_buffered_sequences", (("policy", "actor"),)] == 1.5
+    assert first["millrace_other", (("gauge", "strange"),)] == 2.0
+    about = (("id", "a"), ("run", 'run "1"'), ("service", "inference"), ("state", "ready"))
+    assert first["millrace_process_info", about] == 1.0
+    idle = (("activity", "idle"), ("component", "trainer/model0"), ("on", ""))
+    assert second["millrace_activity_seconds_total", idle] > first["millrace_activity_seconds_total", idle] >= 0
+    assert first["process_resident_memory_bytes", ()] > 0
+
+
+async def test_prometheus_forgets_a_process_that_has_stopped(server: MetricsServer, tmp_path: Path) -> None:
+    await server.stop()
+    assert not list((tmp_path / "prometheus").iterdir())
+
+
+def test_metrics_are_off_unless_asked_for_and_never_open_to_strangers() -> None:
+    def off() -> Any:
+        raise AssertionError("nobody asks")
+
+    assert metrics_server(MetricsConfig(), off, [], name="x", host="127.0.0.1", run_dir=None) is None
+    with pytest.raises(ConfigError, match="may not bind"):
+        metrics_server(MetricsConfig(enabled=True), off, [], name="x", host="0.0.0.0", run_dir=None)

@@ -1,0 +1,118 @@
+"""The staged file is a safetensors file of one version, written in place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError
+from services.common.weights.codec import ChunkChange
+from services.inference.engine.sglang.stage import FILE, Stage, place_stage, size_of
+from services.inference.engine.weight_update import WeightUpdate
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+def tensors(seed: int = 0, dtype: Any = torch.bfloat16) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "model.embed": torch.randn(7, 5, generator=random).to(dtype),
+        "model.norm": torch.randn(3, generator=random).to(dtype),
+        "model.head": torch.randn(2, 4, 6, generator=random).to(dtype),
+    }
+
+
+def read(stage: Stage) -> dict[str, Any]:
+    loaded: dict[str, Any] = safetensors.load_file(stage.directory / FILE)
+    return loaded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_safetensors_reads_back_what_was_staged_to_the_bit(tmp_path: Path, dtype: Any) -> None:
+    wanted = tensors(dtype=dtype)
+    found = read(Stage(tmp_path / "stage", wanted, 0))
+    assert list(found) != [] and {name: value.dtype for name, value in found.items()} == dict.fromkeys(wanted, dtype)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_changed_elements_and_whole_tensors_become_the_next_version(tmp_path: Path) -> None:
+    old, new = tensors(0), tensors(1)
+    stage = Stage(tmp_path / "stage", old, 0)
+    position = np.array([4, 11])
+    bits = new["model.embed"].view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    change = ChunkChange(start=3, positions=position, values=bits[3 + position], num_changes=2)
+    stage.write(
+        WeightUpdate(
+            version=1,
+            whole={"model.head": new["model.head"]},
+            changes={"model.embed": [change]},
+            dtype="bfloat16",
+            complete=False,
+        )
+    )
+    wanted = old | {"model.head": new["model.head"], "model.embed": old["model.embed"].clone()}
+    wanted["model.embed"].view(-1)[3 + position] = new["model.embed"].view(-1)[3 + position]
+    assert stage.version == 1
+    assert all(torch.equal(value, wanted[name]) for name, value in read(stage).items())
+
+
+def test_another_floating_type_is_cast_to_the_staged_one(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "stage", tensors(), 0)
+    wide = tensors(1, torch.float32)
+    stage.write(WeightUpdate.full(wide, 1))
+    assert all(torch.equal(value, wide[name].bfloat16()) for name, value in read(stage).items())
+
+
+def test_an_update_for_another_model_changes_nothing(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "stage", tensors(), 0)
+    with pytest.raises(ModelMismatchError, match=r"model\.norm"):
+        stage.write(WeightUpdate.full(tensors(1) | {"model.norm": torch.zeros(4)}, 1))
+    assert (stage.version, stage.dirty) == (0, False)
+    assert all(torch.equal(value, tensors()[name]) for name, value in read(stage).items())
+
+
+def test_a_write_that_broke_off_is_healed_by_every_tensor_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "stage", tensors(), 0)
+
+    class Gone:
+        shape, dtype = (3,), torch.bfloat16
+
+        def detach(self) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        stage.write(WeightUpdate.full(tensors(1) | {"model.norm": Gone()}, 1))
+    assert (stage.version, stage.dirty) == (0, True)
+    with pytest.raises(InfrastructureError, match="every tensor"):
+        stage.write(WeightUpdate(version=1, whole={"model.norm": torch.zeros(3)}, complete=False))
+    stage.write(WeightUpdate.full(tensors(2), 2))
+    assert (stage.version, stage.dirty) == (2, False)
+    assert all(torch.equal(value, tensors(2)[name]) for name, value in read(stage).items())
+
+
+def test_the_place_has_room_or_says_what_to_do(tmp_path: Path) -> None:
+    assert size_of(tensors()) == 2 * (35 + 3 + 48)
+    place = place_stage(None, tmp_path, "a-model0", 1000)
+    assert place.name == f"millrace-sglang-{os.getpid()}-a-model0"
+    assert place_stage(str(tmp_path / "here"), tmp_path, "x", 1000).parent == tmp_path / "here"
+    with pytest.raises(ConfigError, match=r"no room for the .* GiB .*sglang\.stage_directory"):
+        place_stage(None, tmp_path, "x", 1 << 60)
+
+
+def test_stages_of_processes_that_are_gone_are_swept(tmp_path: Path) -> None:
+    old, own = tmp_path / "millrace-sglang-999999999-a", tmp_path / f"millrace-sglang-{os.getpid()}-b"
+    old.mkdir()
+    own.mkdir()
+    place_stage(str(tmp_path), tmp_path, "c", 10)
+    assert not old.exists() and own.exists()
+
+
+def test_a_removed_stage_is_gone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "stage", tensors(), 0)
+    stage.remove()
+    assert not (tmp_path / "stage").exists()

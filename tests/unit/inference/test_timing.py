@@ -1,0 +1,94 @@
+"""What a rollout's record says of its course: phases, retries, bounded, and nothing where that is off."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.common.errors import InfrastructureError
+from services.common.types import NO_TIMING, Segment, Task
+from services.inference.timing import MAX_PHASES, RolloutClock, TimedGateway
+from services.inference.workflows.base import JudgeCase
+from tests.unit.inference.fakes import FakeGateway, make_order
+from tests.unit.inference.test_rollout import make_player, raises
+
+TASK = Task(task_id="t", data={})
+
+
+async def test_a_trajectory_says_what_its_rollout_did_and_when() -> None:
+    player, records, _, _ = await make_player()
+    player.play(make_order(indices=(0,)))
+    await player.wait_until_idle()
+    (trajectory,) = records.trajectories
+    timing = trajectory.timing
+    assert 0 < timing.accepted_at <= trajectory.started_at
+    (generated,) = [phase for phase in timing.phases if phase.what == "generate"]
+    assert generated.num_tokens == trajectory.sequences[0].num_trained_tokens > 0
+    assert (generated.policy, generated.first_version, generated.last_version) == ("model0", 0, 0)
+    assert generated.end_s <= trajectory.finished_at - trajectory.started_at + 1e-3
+
+
+async def test_a_failure_says_it_too_with_every_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.inference.rollout._RETRY_BASE_S", 0.001)
+    player, records, _, _ = await make_player(raises(InfrastructureError("down")), infra_retries=2)
+    player.play(make_order(indices=(0,)))
+    await player.wait_until_idle()
+    (failure,) = records.failures
+    assert failure.timing.num_retries == 2
+    assert [(phase.what, phase.detail) for phase in failure.timing.phases] == [("retry", "INFRASTRUCTURE")] * 2
+    assert 0 < failure.started_at <= failure.finished_at
+
+
+async def test_a_rollout_that_waits_for_a_slot_shows_how_long() -> None:
+    async def slowly(context: Any) -> None:
+        await asyncio.sleep(0.05)
+
+    player, records, _, _ = await make_player(slowly, num_slots=1)
+    player.play(make_order(indices=(0, 1)))
+    await player.wait_until_idle()
+    waits = sorted(t.started_at - t.timing.accepted_at for t in records.trajectories)
+    assert waits[1] >= 0.05 > waits[0]
+
+
+async def test_every_call_to_the_gateway_is_a_phase_with_what_came_of_it() -> None:
+    clock = RolloutClock()
+    gateway = TimedGateway(FakeGateway(failures=[InfrastructureError("away")]), clock)
+    with pytest.raises(InfrastructureError):
+        await gateway.execute_code("print(1)")
+    await gateway.execute_code("print(1)")
+    await gateway.compute_reward("math", TASK, "42")
+    await gateway.judge("code", [JudgeCase(given="", expected="")] * 3)
+    assert [(phase.what, phase.detail) for phase in clock.timing().phases] == [
+        ("execute_code", "INFRASTRUCTURE"),
+        ("execute_code", "ok"),
+        ("compute_reward", "math: 1"),
+        ("judge", "3 of 3 cases passed"),
+    ]
+
+
+def test_a_long_rollout_is_bounded_and_says_how_much_is_left_out() -> None:
+    clock = RolloutClock()
+    for _ in range(MAX_PHASES + 7):
+        with clock.phase("step") as phase:
+            phase.detail = "x" * 1000
+    phases = clock.timing().phases
+    assert len(phases) == MAX_PHASES + 1
+    assert (phases[-1].what, phases[-1].detail) == ("not_recorded", "7 more phases")
+    assert max(len(phase.detail) for phase in phases) <= 120
+
+
+def test_tokens_of_several_versions_are_one_phase_with_the_oldest_and_the_newest() -> None:
+    clock = RolloutClock()
+    with clock.phase("generate", "model0") as phase:
+        phase.segments = (Segment.policy([1, 2], [0.0, 0.0], 4), Segment.policy([3], [0.0], 5))
+    (found,) = clock.timing().phases
+    assert (found.num_tokens, found.first_version, found.last_version) == (3, 4, 5)
+
+
+def test_nothing_is_recorded_where_that_is_off() -> None:
+    clock = RolloutClock(enabled=False)
+    with clock.phase("step"):
+        pass
+    assert clock.timing() == NO_TIMING
