@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _processes import ROOT, free_port
-
+from services.cli.free_ports import free_ports
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import warm_start_commands
 from services.common.config.loading import save_resolved, validate
@@ -31,6 +30,7 @@ from services.common.pb import run_pb2
 
 READY_S = 120.0
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class World:
         self.run_dir = self.folder / "run"
         self.switches = self.folder / "switches"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.ports = {name: free_port() for name in ("orchestrator", "gateway", "gateway-proxy", "proxy", "redis")}
+        names = ("orchestrator", "gateway", "gateway-proxy", "proxy", "redis")
+        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.run_dir.mkdir()
         self.switches.mkdir()
         if shape.small_disk:

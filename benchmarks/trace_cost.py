@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="at most a minute")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    seconds, repeats = (2.0, 2) if options.quick else (8.0, 3)
+    seconds, repeats = (2.0, 2) if options.quick else (4.0, 3)
     rates: dict[tuple[str, bool], list[float]] = {}
     sizes: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(repeats):

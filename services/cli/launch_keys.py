@@ -85,11 +85,13 @@ def renew_in_time(keys: Path) -> None:
 def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
     """The process with the keys of its role and no others; without keys it sees none."""
     kind = spec.name.partition("-")[0]
-    value = ""
+    variables = {VARIABLE: ""}
     if keys is not None and kind in _ROLES:
         own = keys / _ROLES[kind].value
-        value = str(own if own.is_dir() else keys)
-    return dataclasses.replace(spec, env={**spec.env, VARIABLE: value})
+        # grpc tells of every handshake that a stranger did not finish; whoever likes could fill the disk with that.
+        quiet = os.environ.get("GRPC_VERBOSITY", "ERROR")
+        variables = {VARIABLE: str(own if own.is_dir() else keys), "GRPC_VERBOSITY": quiet}
+    return dataclasses.replace(spec, env={**spec.env, **variables})
 
 
 def role_of(process: str) -> Role:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -28,9 +28,13 @@ _POLL_S = 0.2
 
 
 def write_bundles(recipe: Recipe, run_dir: Path, keys: Path) -> None:
-    """Write, or renew, the bundle of every other node. Raises ``ConfigError`` for keys that cannot be used."""
+    """Write, or renew, the bundle of every other node; of none where only some roles' keys are, because then whoever made
+    the keys hands them out. Raises ``ConfigError`` for keys that cannot be used.
+    """
     for node in other_nodes(recipe):
-        _write(recipe, run_dir, keys, run_dir / BUNDLES / str(node))
+        roles = {role_of(spec.name) for spec in plan(recipe, run_dir, node)}
+        if all((keys / role.value).is_dir() for role in roles):
+            _write(recipe, run_dir, keys, roles, run_dir / BUNDLES / str(node))
 
 
 def keys_of_process(
@@ -74,12 +78,12 @@ def keys_of_process(
     return folder
 
 
-def _write(recipe: Recipe, run_dir: Path, keys: Path, bundle: Path) -> None:
+def _write(recipe: Recipe, run_dir: Path, keys: Path, roles: Collection[Role], bundle: Path) -> None:
     """The keys of what that node runs (inference services, shares of trainers), the settings, what the warm start makes."""
     for folder in (bundle.parent, bundle):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     save_resolved(recipe, bundle)
-    for role in {role_of(spec.name) for spec in plan(recipe, run_dir, int(bundle.name))}:
+    for role in roles:
         source, target = files.find(keys, [role]), bundle / KEYS / role.value
         files.save(target, files.load(source))
         if role is Role.INFERENCE and (source / Role.AGENT.value).is_dir():  # for the agents that a replica starts

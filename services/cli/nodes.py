@@ -101,6 +101,8 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
     name = name_of_node_0(recipe, environment)
     lines = []
     for node in other_nodes(recipe):
+        if not (run_dir / BUNDLES / str(node)).is_dir():
+            continue  # its keys come from whoever made them
         here = shlex.quote(str(bundle_there(recipe, node)))
         there = shlex.quote(shlex.quote(str(run_dir / BUNDLES / str(node))))  # for this shell, and for that of ssh
         lines += [

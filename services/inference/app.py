@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from services.common.accounts import TimeAccount
+from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
 from services.common.errors import DeadlineError
 from services.common.hosts import host_of
@@ -90,7 +90,8 @@ async def run_replica(
     bulk_wanted = any("bulk" in section.transports for section in sections)
     await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
     await server.start()
-    emissions, account = EmissionLog(), TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots)
+    emissions = EmissionLog()
+    account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
     gateway = GatewayClient(account)
     gateway_watch = PeerWatch(GATEWAY, lambda: gateway.address)
     watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})

@@ -78,6 +78,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
     recover(ring, reader)
     reader.close()
+    counted_before = dict(ring.counters)
     port = recipe.orchestrator.port if settings.port is None else settings.port
     server = Server(
         service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
@@ -94,10 +95,10 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     )
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(
-        lambda: gauges(ring, tasks_to_train),
+        lambda: gauges(ring, tasks_to_train, counted_before),
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
-    server.set_accounts(lambda: [ring.account.state()])
+    server.set_accounts(lambda: [ring.standing.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(ring.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.progress import waits
@@ -10,8 +11,12 @@ from services.orchestrator.prompt_length import ShortPrompts
 from services.orchestrator.ring import Ring
 
 
-def gauges(ring: Ring, source: TaskSource) -> dict[str, float]:
-    """``source``: the tasks to train on."""
+def gauges(ring: Ring, source: TaskSource, counted_before: Mapping[str, int]) -> dict[str, float]:
+    """``source``: the tasks to train on. ``counted_before``: the run's counters when this process began.
+
+    Counters are told since then: what an earlier process counted in its last seconds may be lost, and one that goes back a
+    little would be read as one that began anew.
+    """
     left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
     now = ring.clock()
     return {
@@ -26,10 +31,10 @@ def gauges(ring: Ring, source: TaskSource) -> dict[str, float]:
         "journal_commits": float(ring.journal.num_commits),
         "journal_blocked": float(bool(ring.journal.blocked)),
         "overlap_share": ring.timeline.overlap_share,
-        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.stalls},
+        **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.standing.stalls},
         **_policies(ring),
         **_replicas(ring),
-        **{f"counter/{name}": float(count) for name, count in ring.counters.items()},
+        **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in ring.counters.items()},
         **{f"evaluation/{r.name}": r.mean_reward for r in ring.evaluations.results.values()},
     }
 

@@ -109,6 +109,6 @@ def summary(ring: Ring) -> dict[str, Any]:
         "max_staleness": max(batches.staleness_max for batches in ring.batches.values()),
         "seconds": time.time() - ring.started_at,
         "counters": dict(ring.counters),
-        "time": ring.book.summary(),
-        "waited_for": ring.book.waits(),
+        "time": ring.standing.book.summary(),
+        "waited_for": ring.standing.book.waits(),
     }

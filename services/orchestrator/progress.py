@@ -76,8 +76,8 @@ def progress(ring: Ring) -> Progress:
         counters=dict(ring.counters),
         waits=tuple(waits(ring)),
         started_at=ring.started_at,
-        stalls=tuple(_stall(ring, stall) for stall in ring.stalls),
-        accounts=ring.book.totals(),
+        stalls=tuple(_stall(ring, stall) for stall in ring.standing.stalls),
+        accounts=ring.standing.book.totals(),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from services.common.accounts import AccountState, PeerState, TimeAccount
+from services.common.accounts import AccountState, PeerState
 from services.common.config.recipe import Recipe
 from services.common.errors import InvalidRequestError, StateError, UnknownPolicyError
 from services.common.types import WeightVersion
@@ -30,6 +30,7 @@ from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.experience import Experience
 from services.orchestrator.fanout import FanOut
+from services.orchestrator.giving_up import GivingUp
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
@@ -39,15 +40,12 @@ from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Held, Hello, Replica, ReplicaPool
 from services.orchestrator.run_control import RunControl
-from services.orchestrator.stalls.book import AccountBook
-from services.orchestrator.stalls.detector import Stall
+from services.orchestrator.stalls.standing import Standing
 from services.orchestrator.timeline import Stretch, Timeline
 from services.orchestrator.trainers import Trainer, TrainerLeases
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
-
-MAX_LOST = 5  # leases that may end under a task group before its open slots are given up
 
 
 class Ring:
@@ -75,15 +73,12 @@ class Ring:
         self.groups: dict[str, TaskGroup] = {}
         self.names = GroupNames(run_mark)
         self.timeline = Timeline()
-        self.account = TimeAccount("orchestrator", clock=clock)
-        self.book = AccountBook()
-        self.stalls: tuple[Stall, ...] = ()  # what keeps the run from going on
-        self.lost: dict[str, float] = {}  # components whose lease ran out, and when; until they are back
+        self.standing = Standing(clock)
         self.metrics = RunMetrics(run_dir)
         self.control = RunControl(self._control_changed)
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in recipe.policies}
-        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, self.orphaned)
+        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
         self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit)
@@ -128,6 +123,7 @@ class Ring:
             clock=clock,
         )
         self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
+        self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self._publishing = {policy: asyncio.Lock() for policy in recipe.policies}
         self._changed = asyncio.Event()
 
@@ -144,7 +140,7 @@ class Ring:
 
     def join_replica(self, hello: Hello) -> Replica:
         replica = self.pool.join(hello)
-        self.lost.pop(f"replica/{hello.replica_id}", None)
+        self.standing.lost.pop(f"replica/{hello.replica_id}", None)
         log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
         self._adopt_checkpoints(hello.held)
         self.dispatcher.adopt(replica, hello.running)
@@ -197,32 +193,8 @@ class Ring:
     def replica_lost(self, replica: Replica) -> None:
         """A replica's lease ran out."""
         self.counters["replica_leases_lost"] += 1
-        self.lost[f"replica/{replica.replica_id}"] = self.clock()
+        self.standing.lost[f"replica/{replica.replica_id}"] = self.clock()
         self.dispatcher.schedule()
-
-    def orphaned(self, task_group_ids: list[str]) -> None:
-        """Nobody plays these any more: issue their open slots again, but not for ever."""
-        self.dispatcher.orphaned(task_group_ids)
-        for name in task_group_ids:
-            group = self.groups.get(name)
-            if group is not None and group.num_lost > MAX_LOST:
-                self.give_up(group, "REPLICAS_LOST", f"{group.num_lost} replicas were lost while playing it")
-
-    def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
-        """Fail the open slots of a task group."""
-        log.warning("task_group.given_up", task_group=group.id, reason=reason, open_slots=len(group.unresolved))
-        for index in group.unresolved:
-            self.ingest.fail(group, index, reason, detail)
-
-    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
-        """Fail what is left of evaluations on versions that nobody holds any more."""
-        running = [g for g in self.groups.values() if g.evaluation and gone(g.order.required_versions)]
-        unissued = self.evaluations.unissued(gone)
-        for group in unissued:
-            self.dispatcher.issue_unplayed(group)
-        for group in [*running, *unissued]:
-            self.dispatcher.cancel(group.id, "its version is gone")
-            self.give_up(group, "VERSION_UNAVAILABLE", "no replica holds the version to evaluate any more")
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +255,7 @@ class Ring:
     ) -> Trainer:
         trainer = self.trainers.join(self.policy(policy), incarnation, num_ranks, recovered_version, labels)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
-        self.lost.pop(f"trainer/{policy}", None)
+        self.standing.lost.pop(f"trainer/{policy}", None)
         self.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
         if self.control.ended:
@@ -294,7 +266,7 @@ class Ring:
 
     def trainer_lost(self, policy: str) -> None:
         """The trainer of a policy is gone: the others go on without it."""
-        self.lost[f"trainer/{policy}"] = self.clock()
+        self.standing.lost[f"trainer/{policy}"] = self.clock()
         self.counters["trainer_leases_lost"] += 1
         self.experience.admission.absent.add(policy)
         self.dispatcher.schedule()

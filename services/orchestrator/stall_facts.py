@@ -8,7 +8,6 @@ from collections.abc import Callable
 from services.common.accounts import AccountState, Activity, PeerState
 from services.orchestrator.pool import Replica
 from services.orchestrator.ring import Ring
-from services.orchestrator.run_control import RunState
 from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
 
 UNSEEN_REPORTS = 2  # one may cross the order on its way
@@ -26,7 +25,7 @@ def facts(ring: Ring, wall: Callable[[], float] = time.time) -> Facts:
         journal_blocked=ring.journal.blocked,
         journal_oldest_s=ring.journal.waiting_s,
         replicas=tuple(_replica(replica) for replica in ring.pool),
-        lost=dict(ring.lost),
+        lost=dict(ring.standing.lost),
         trainers=tuple(_trainer(ring, policy) for policy in ring.ledgers) if ring.num_steps else (),
         policies=tuple(_policy(ring, policy) for policy in ring.ledgers),
         accounts=_live_accounts(ring),
@@ -50,9 +49,8 @@ def own_activity(ring: Ring) -> Activity:
         return Activity("waiting for free disk", "disk")
     if not any(replica.takes_work for replica in ring.pool):
         return Activity("waiting for a replica", "inference")
-    if control.phase is RunState.STARTING:
-        missing = [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]
-        return Activity("waiting for the first version", f"trainer/{missing[0]}" if missing else "")
+    if missing := [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]:
+        return Activity("waiting for the first version", f"trainer/{missing[0]}")
     full = [policy for policy in ring.ledgers if _quota_full(ring, policy)]
     if full and len(full) == len(ring.ledgers):
         fullest = max(full, key=lambda policy: ring.experience.admission.accounts[policy].fullness)
@@ -119,7 +117,7 @@ def _live_accounts(ring: Ring) -> dict[str, AccountState]:
         found |= {account.component: account for accounts in trainer.accounts.values() for account in accounts}
     for peer in _peers(ring).values():
         found |= {account.component: account for account in peer.accounts}
-    own = ring.account.state()
+    own = ring.standing.account.state()
     return found | {own.component: own}
 
 

@@ -27,11 +27,11 @@ class StallWatch:
     def look(self) -> None:
         """Once a second."""
         ring = self._ring
-        ring.account.enter(*own_activity(ring))
+        ring.standing.account.enter(*own_activity(ring))
         seen = facts(ring)
-        ring.book.note(seen.accounts.values())
+        ring.standing.book.note(seen.accounts.values())
         change = self._detector.look(seen)
-        ring.stalls = self._detector.stalls
+        ring.standing.stalls = self._detector.stalls
         for stall in change.begun:
             self._begun(stall)
         for stall in change.ended:

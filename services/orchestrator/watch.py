@@ -66,7 +66,7 @@ class Watch:
         if self._is_due("state", STATE_S):
             ring.timeline.settle(time.time())
             if self._is_due("accounts", ACCOUNTS_S):
-                ring.metrics.accounts(ring.book.summary(), ring.book.waits())
+                ring.metrics.accounts(ring.standing.book.summary(), ring.standing.book.waits())
             if ring.counters != self._counters_written:
                 self._counters_written = dict(ring.counters)
                 ring.write_state()
@@ -131,7 +131,7 @@ class Watch:
             for name in [n for n, a in replica.assignments.items() if now - a.since > limit]:
                 ring.counters["task_groups_overdue"] += 1
                 ring.dispatcher.cancel(name, f"not done after {limit:g} s")
-                ring.orphaned([name])
+                ring.giving_up.orphaned([name])
 
     def _abandon_evaluations(self) -> None:
         """Versions that training has left behind and no replica holds: the rest of such a pass fails, and is reported."""
@@ -149,7 +149,7 @@ class Watch:
         self._gone_since = now if self._gone_since is None else self._gone_since
         if now - self._gone_since < GONE_S:
             return
-        ring.abandon_evaluations(gone)
+        ring.giving_up.abandon_evaluations(gone)
         self._gone_since = None
 
     def _write_throughput(self) -> None:
@@ -160,12 +160,12 @@ class Watch:
             "replicas": float(len(ring.pool)),
             "running": float(ring.pool.num_running),
         }
-        ring.book.mark(ring.clock())
+        ring.standing.book.mark(ring.clock())
         idle = {
-            "trainer_idle_share": ring.book.share_lately(
+            "trainer_idle_share": ring.standing.book.share_lately(
                 lambda name: name.startswith("trainer/"), lambda a: a.name not in COMPUTING
             ),
-            "replica_idle_share": ring.book.share_lately(
+            "replica_idle_share": ring.standing.book.share_lately(
                 lambda name: name.startswith("replica/") and name.count("/") == 1, lambda a: a.on == "orchestrator"
             ),
         }

@@ -8,9 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
 from services.cli.keyring import Keyring
@@ -26,6 +29,7 @@ from services.common.rpc.channel import channel, translated_errors
 from services.common.rpc.credentials import channel_options
 from services.common.rpc.server import Server
 from services.common.security import handshake, identity, tokens
+from services.common.security.caller import Caller, caller
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
@@ -273,6 +277,56 @@ async def test_a_good_handshake_and_an_absent_peer_are_no_matter_of_keys(keys: K
     assert await handshake.refusal("127.0.0.1:1", who, Peer.ORCHESTRATOR) is None
     async with serving(None) as (_, server):
         assert await handshake.refusal(server.address, None, Peer.ORCHESTRATOR) is None
+
+
+@MODES
+async def test_what_serves_a_call_may_know_who_makes_it(tmp_path: Path, certificates: bool) -> None:
+    keys = make_keys(tmp_path / "keys", client_certificates=certificates)
+    seen: list[Caller | None] = []
+
+    class Curious(RunServicer):
+        async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
+            seen.append(caller.get())
+            return await super().GetRun(request, context)
+
+    with identity.used(as_role(keys, Role.ORCHESTRATOR)):
+        server = make_server(Curious())
+    await server.start()
+    for role in (Role.VIEWER, Role.TRAINER):
+        async with dial(server.address, as_role(keys, role)) as connection:
+            await get_run(connection)
+    await server.stop(grace_s=0.1)
+    assert [each.role for each in seen if each] == [Role.VIEWER, Role.TRAINER]
+    assert len({each.name for each in seen if each}) == 2
+    assert {each.shown for each in seen if each} == {"certificate" if certificates else "token"}
+
+
+async def test_reflection_and_health_are_for_members(keys: Keyring) -> None:
+    async with serving(as_role(keys, Role.ORCHESTRATOR)) as (_, server):
+        server.set_ready()
+
+        async def health(role: Role) -> int:
+            async with dial(server.address, as_role(keys, role), Peer.MEMBER) as connection:
+                with translated_errors("orchestrator"):
+                    answer = await health_pb2_grpc.HealthStub(connection).Check(
+                        health_pb2.HealthCheckRequest(), timeout=5
+                    )
+            return int(answer.status)
+
+        for role in (Role.ENVGATEWAY, Role.VIEWER, Role.PUBLISHER):
+            assert await health(role) == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(PermissionDeniedError):
+            await health(Role.AGENT)
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        for role, may in ((Role.VIEWER, True), (Role.INFERENCE, False)):
+            async with dial(server.address, as_role(keys, role)) as connection:
+                call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo(iter([asked]))
+                if may:
+                    names = [each.name async for answer in call for each in answer.list_services_response.service]
+                    assert "millrace.v1.RunService" in names
+                else:
+                    with pytest.raises(PermissionDeniedError), translated_errors("orchestrator"):
+                        await call.read()
 
 
 async def test_keys_of_another_run_do_not_serve_this_one(keys: Keyring) -> None:

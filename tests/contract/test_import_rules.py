@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,18 @@ def test_common_is_importable_piece_by_piece(repository: Path) -> None:
         text = (repository / package / "__init__.py").read_text()
         statements = [type(statement).__name__ for statement in ast.parse(text).body]
         assert set(statements) <= {"Expr"}, f"{package}/__init__.py"
+
+
+def test_one_module_alone_speaks_to_sglang(repository: Path) -> None:
+    """Its routes stand in the engine's client, so that another version of SGLang changes one file."""
+    client = repository / "services/inference/engine/sglang/client.py"
+    routes = set(re.findall(r'"(/[a-z_]+(?:/[a-z]+)?)', client.read_text())) - {"/health"}
+    assert {"/generate", "/update_weights_from_disk", "/pause_generation"} <= routes
+    elsewhere = {
+        f"{path.relative_to(repository)}: {route}"
+        for path in (repository / "services").rglob("*.py")
+        if path != client
+        for route in routes
+        if f'{route}"' in path.read_text()
+    }
+    assert elsewhere == set()

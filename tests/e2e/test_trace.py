@@ -234,10 +234,8 @@ def test_a_lost_replica_is_drawn(run_dir: Path, tmp_path: Path) -> None:
 def test_prometheus_hears_of_every_process_what_it_has_done(run_dir: Path) -> None:
     orchestrator, replica = scraped(run_dir, "orchestrator"), scraped(run_dir, "inference-b")
     assert orchestrator["millrace_weight_version"] == {("model0",): NUM_STEPS}
-    assert orchestrator["millrace_leases_lost_total"]["replica",] == 1
-    assert orchestrator["millrace_slots_reissued_total"][()] >= SLOTS
-    assert orchestrator["millrace_rollout_failures_total"]["valueerror",] >= SLOTS
-    assert orchestrator["millrace_sequences_dropped_total"]["filtered_equal_rewards",] >= SLOTS
+    assert orchestrator["millrace_replica_slots"] == {("b",): 8}
+    assert orchestrator["millrace_journal_records_total"][()] > 0  # since it was started again
     assert replica["millrace_tokens_generated_total"]["model0",] > 0
     assert replica["millrace_failed_rollouts_total"][()] >= SLOTS
     assert replica["millrace_records_acknowledged_total"]["accepted",] >= NUM_STEPS * SLOTS

@@ -15,7 +15,12 @@ pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
 
 STEPS = 10
 TIMEOUT_S = 400.0  # 100 s on four cores
-SETTINGS = ["inference.a.engine=sglang", f"run.steps={STEPS}", "run.id=sglang"]
+SETTINGS = [
+    "inference.a.engine=sglang",
+    f"run.steps={STEPS}",
+    "run.id=sglang",
+    "data.evaluation.held_out.limit=128",
+]
 
 
 def rows(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The compose files of a recipe: one container for each process, on one machine.
 
-Services bind loopback only and do not authenticate their callers. So their containers share the network namespace of
+Without keys services bind loopback only and know nobody who calls. So their containers share the network namespace of
 one container that does nothing else, ``node``: loopback is then the pod's, no port is published, and a service that is
 started again finds the others. Trainers and inference services also share its /dev/shm, through which they hand over
 weights, and its process ids, by which they name what they leave there. The gateway, which runs strangers' programs,

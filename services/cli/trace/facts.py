@@ -102,8 +102,14 @@ class GroupFacts:
     clocks: dict[str, float] = field(default_factory=dict)  # replica -> seconds that its times were moved by
 
     @property
-    def complete(self) -> bool:
+    def all_known(self) -> bool:
+        """Every slot's record is there, or was."""
         return self.num_slots > 0 and len(self.slots) == self.num_slots
+
+    @property
+    def complete(self) -> bool:
+        """Every slot was resolved, also where the journal's retention has collected the records since."""
+        return self.all_known or bool(self.verdicts)
 
     @property
     def num_failed(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services.cli.trace.facts import Assignment, GroupFacts, SlotFacts, Used
@@ -138,8 +139,8 @@ def show_lines(lines: Sequence[Line], console: Console) -> None:
     for line in lines:
         table.add_row(
             line.task_group_id,
-            line.task_id,
-            line.status,
+            escape(line.task_id),
+            escape(line.status),
             f"{line.training_step} of {line.policy}" if line.training_step is not None else "",
             format_seconds(line.seconds),
             f"{line.longest} {format_seconds(line.longest_s)}" if line.longest else "",

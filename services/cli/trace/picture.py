@@ -72,7 +72,9 @@ def draw(facts: GroupFacts, output: Path) -> Path:
     figure, (rows, bar) = pyplot.subplots(
         2, 1, figsize=(13, height), height_ratios=[0.6 + 0.34 * len(facts.slots), 1.5], layout="constrained"
     )
-    figure.suptitle(f"task group {facts.task_group_id}: {headline(facts)}", fontsize=11, x=0.01, ha="left")
+    figure.suptitle(
+        f"task group {facts.task_group_id}: {headline(facts)}", fontsize=11, x=0.01, ha="left", parse_math=False
+    )
     _draw_rollouts(rows, facts, life[0].begin)
     _draw_life(bar, facts, life)
     figure.savefig(output, dpi=120)
@@ -107,9 +109,16 @@ def _draw_rollouts(axes: Any, facts: GroupFacts, zero: float) -> None:
         mark = slot.failure or ("" if slot.reward is None else f"reward {slot.reward:g}")
         color = "#cc3311" if slot.failure else "#333333"
         axes.annotate(
-            mark, (end - zero, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=color
+            mark,
+            (end - zero, row),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=color,
+            parse_math=False,
         )
-    axes.set_yticks(range(len(facts.slots)), [_name(facts, slot) for slot in facts.slots], fontsize=8)
+    axes.set_yticks(range(len(facts.slots)), [_name(facts, slot) for slot in facts.slots], fontsize=8, parse_math=False)
     axes.invert_yaxis()
     last = max(max(slot.durable_at, slot.finished_at) for slot in facts.slots)
     axes.set_xlim(0, (last - zero) * (1.1 + 0.006 * max(len(slot.failure) for slot in facts.slots)) or 1)

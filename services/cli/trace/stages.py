@@ -52,7 +52,7 @@ def status(facts: GroupFacts) -> str:
         return "training" if any(use.pulls or use.compute for use in fresh) else "in a batch"
     if not facts.complete:
         return "cancelled" if facts.closed_at else "running"
-    if facts.num_failed == facts.num_slots:
+    if facts.num_failed == facts.num_slots and facts.all_known:
         return "failed"
     outcomes = {verdict.outcome for verdict in facts.verdicts}
     if "kept" in outcomes:
@@ -137,7 +137,7 @@ def _play(facts: GroupFacts) -> Iterator[Event]:
         if slot.failure:
             text = f"slot {slot.index} failed: {slot.failure}" + (f": {slot.detail}" if slot.detail else "")
             yield Event(at=slot.finished_at or slot.durable_at, what="failed", text=text, slot=slot.index)
-    if not facts.complete:
+    if not facts.all_known:
         return
     finished = max(slot.finished_at for slot in slots)
     yield Event(at=finished, what="finished", text="the last rollout ends")

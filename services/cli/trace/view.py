@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services.cli.trace.facts import GroupFacts, SlotFacts
@@ -29,11 +30,15 @@ LONG_S = 0.5  # a wait of at least this is a line of its own
 
 def show(facts: GroupFacts, console: Console, *, with_slots: bool = False) -> None:
     """Print everything that is known of a task group."""
-    console.print(f"[bold]task group {facts.task_group_id}[/bold]: {headline(facts)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]task group {escape(facts.task_group_id)}[/bold]: {escape(headline(facts))}",
+        highlight=False,
+        soft_wrap=True,
+    )
     for replica, shift in facts.clocks.items():
         how = "behind" if shift > 0 else "ahead"
         console.print(
-            f"the clock of replica {replica} is at least {format_seconds(abs(shift))} {how}: its times are moved by that",
+            f"the clock of replica {escape(replica)} is at least {format_seconds(abs(shift))} {how}: its times are moved by that",
             style="yellow",
             soft_wrap=True,
         )
@@ -88,7 +93,7 @@ def _timeline(facts: GroupFacts, found: Sequence[Event]) -> Table:
             table.add_row("", "", f"[yellow]  … {wait}[/yellow]")
         clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
         style = "red" if event.what in ("failed", "reissued", "replica.lease_lost", "task_group.given_up") else ""
-        text = f"[{style}]{_plain(event.text)}[/{style}]" if style else _plain(event.text)
+        text = f"[{style}]{escape(event.text)}[/{style}]" if style else escape(event.text)
         table.add_row(clock, f"+{event.at - zero:.3f} s", text)
     return table
 
@@ -103,7 +108,7 @@ def _rollouts(slots: Sequence[SlotFacts]) -> Table:
     for slot in slots:
         table.add_row(
             str(slot.index),
-            slot.replica_id,
+            escape(slot.replica_id),
             _between(slot.accepted_at, slot.started_at),
             _between(slot.started_at, slot.finished_at),
             format_seconds(seconds_in(slot, "generate")) if slot.phases else "",
@@ -121,7 +126,7 @@ def _rollouts(slots: Sequence[SlotFacts]) -> Table:
 def _outcome(slot: SlotFacts) -> str:
     if not slot.readable:
         return "collected"  # by the journal's retention
-    return f"[red]{_plain(slot.failure)}[/red]" if slot.reward is None else f"{slot.reward:g}"
+    return f"[red]{escape(slot.failure)}[/red]" if slot.reward is None else f"{slot.reward:g}"
 
 
 def _versions(slot: SlotFacts) -> dict[str, str]:
@@ -133,8 +138,3 @@ def _versions(slot: SlotFacts) -> dict[str, str]:
 
 def _between(begin: float, end: float) -> str:
     return format_seconds(max(0.0, end - begin)) if begin and end else ""
-
-
-def _plain(text: str) -> str:
-    """Text that rich prints as it is."""
-    return text.replace("[", "\\[")

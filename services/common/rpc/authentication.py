@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -36,46 +35,52 @@ class AuthInterceptor(CallInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        if not self._by_certificate:
-            try:
-                found = self._gatekeeper.identify(_authorization(handler_call_details.invocation_metadata), None)
-                permit(found, handler_call_details.method)
-            except AccessError as error:
-                return _refusal(error)
-            caller.set(found)  # the task is the call's own
-        return await super().intercept_service(continuation, handler_call_details)
+        if self._by_certificate:  # known once the call has a context
+            return await super().intercept_service(continuation, handler_call_details)
+        try:
+            found = self._gatekeeper.identify(_authorization(handler_call_details.invocation_metadata), None)
+            permit(found, handler_call_details.method)
+        except AccessError as error:
+            return _refusal(error)
+        caller.set(found)  # the task is the call's own
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler.response_streaming:
+            return handler  # nothing is left to do round a short call
+        return self._wrapped(handler, handler_call_details.method)
 
     def _unary(self, method: str, behaviour: Any) -> Any:
-        return super()._unary(method, behaviour) if self._by_certificate else behaviour
-
-    def _streaming(self, method: str, behaviour: Any) -> Any:
-        async def wrapped(request: Any, context: Context) -> None:
-            async with self.around(method, context):
-                found = caller.get()
-                assert found is not None, "set where the caller was identified"
-                left_s = max(0.0, found.ends_at - self._clock())
-                # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
-                ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
-                try:
-                    async with asyncio.timeout(left_s) as limit:
-                        await written(behaviour, request, _Ending(context, limit, ended))
-                except TimeoutError:
-                    if not limit.expired():
-                        raise
-                    raise ended from None
+        async def wrapped(request: Any, context: Context) -> Any:
+            self._identify(method, context)
+            return await behaviour(request, context)
 
         return wrapped
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
-        if self._by_certificate:
-            caller.set(self._from_certificate(method, context))
-        yield
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def wrapped(request: Any, context: Context) -> None:
+            found = self._identify(method, context)
+            left_s = max(0.0, found.ends_at - self._clock())
+            # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
+            ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+            try:
+                async with asyncio.timeout(left_s) as limit:
+                    await written(behaviour, request, _Ending(context, limit, ended))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise ended from None
 
-    def _from_certificate(self, method: str, context: Context) -> Caller:
+        return wrapped
+
+    def _identify(self, method: str, context: Context) -> Caller:
+        """Who has shown a certificate; who has shown a token is known already."""
+        if not self._by_certificate:
+            known = caller.get()
+            assert known is not None, "set before the handler was looked for"
+            return known
         shown = next(iter(context.auth_context().get(_CERTIFICATE, ())), None)
         found = self._gatekeeper.identify(_authorization(context.invocation_metadata()), shown)
         permit(found, method)
+        caller.set(found)
         return found
 
 

@@ -31,13 +31,18 @@ def is_serving(address: str) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
+def identify() -> None:
+    """Ask with the keys that ``MILLRACE_KEYS`` names, whichever they are. Raises ``ConfigError`` for unusable ones."""
+    identity.configure(*sorted(SERVICES, key=lambda role: role.value), Role.OPERATOR, Role.VIEWER)
+
+
 def main(arguments: list[str]) -> int:
     """0: every address says SERVING; 1: one does not; 2: no address was given, or the keys cannot be used."""
     if not arguments:
         sys.stderr.write("usage: python -m services.common.rpc.health HOST:PORT ...\n")
         return 2
     try:
-        identity.configure(*sorted(SERVICES, key=lambda role: role.value), Role.OPERATOR, Role.VIEWER)
+        identify()
     except ConfigError as error:
         sys.stderr.write(f"{error.message}\n")
         return 2

@@ -44,7 +44,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: grpc answers UNIMPLEMENTED
             return None
-        method = handler_call_details.method
+        return self._wrapped(handler, handler_call_details.method)
+
+    def _wrapped(self, handler: Handler, method: str) -> Handler:
         for kind in (*_UNARY_RESPONSE, *_STREAM_RESPONSE):
             if (behaviour := getattr(handler, kind)) is not None:
                 wrap = self._unary if kind in _UNARY_RESPONSE else self._streaming

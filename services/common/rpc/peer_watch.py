@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from services.common.accounts import PeerState
-from services.common.errors import MillraceError
+from services.common.errors import MillraceError, UserError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import channel, translated_errors
 from services.common.serde_accounts import account_from_proto
@@ -74,6 +74,9 @@ class PeerWatch:
                 try:
                     with translated_errors(f"{self.component} {address}"):
                         answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=ANSWER_S)
+                except UserError as error:  # a refusal is an answer, though it tells nothing else
+                    log.warning("peer.refused", peer=self.component, address=address, error=error.message)
+                    self._heard(address, status_pb2.GetStatusResponse())
                 except MillraceError as error:
                     self._missed(address, asked, error.message)
                 except grpc.aio.UsageError:

@@ -48,7 +48,7 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "DrainReplica": {Role.OPERATOR},
         "StartEvaluation": {Role.OPERATOR},
     },
-    # Replicas and trainers look whether those whom they wait for are alive.
+    # A replica asks its gateway whether it lives, a trainer its publisher.
     "millrace.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
     # A container is probed with the bundle of its own process.
     "grpc.health.v1.Health": {"Check": {*SERVICES, *_LOOKING}, "List": _LOOKING, "Watch": _LOOKING},

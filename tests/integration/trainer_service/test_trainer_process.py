@@ -83,6 +83,27 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     assert replayed.digest == expected[3]
 
 
+async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_kill(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
+    """Moments and reference offloaded, activations recomputed, a checkpoint of both kinds of state."""
+    ledgers = []
+    for trainer_settings in ({}, {"offload": ["optimizer", "reference"], "gradient_checkpointing": True}):
+        orchestrator = await make_orchestrator(
+            run={"steps": 4}, trainer=trainer_settings, algorithm={"kl_coefficient": 0.1}
+        )
+        trainer = trainers(orchestrator)
+        if trainer_settings:
+            orchestrator.held_step = 4
+            trainer.start()
+            await orchestrator.until(lambda o=orchestrator: 4 in o.pulls, "step 4 was never asked for")  # type: ignore[misc]
+            await trainer.kill()
+            await orchestrator.release()
+        ledgers.append(await run_to_the_end(orchestrator, trainer))
+        assert orchestrator.counters["conflicts"] == 0
+    assert ledgers[0] == ledgers[1]
+
+
 async def test_replay_asks_an_orchestrator_and_compares(
     make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from services.cli.keyring import Keyring
 from services.cli.launch_keys import keys_of, renew_in_time, with_keys
 from services.cli.node_bundles import keys_of_process, write_bundles
+from services.cli.nodes import commands_for_other_nodes
 from services.cli.plan import plan
 from services.common.config.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -146,8 +147,16 @@ def test_a_process_of_node_0_waits_until_the_orchestrator_has_made_the_keys(tmp_
     )
 
 
-def test_a_directory_without_the_keys_of_a_role_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_where_only_the_orchestrators_own_keys_are_there_is_no_bundle_and_no_command(tmp_path: Path) -> None:
+    """As in a container, whose keys come from whoever made them."""
+    recipe, made = two_nodes(tmp_path / "run"), Keyring.make(tmp_path / "made", "run")
+    environment = {VARIABLE: str(made.folder / "orchestrator")}
+    assert keys_of_run(recipe, tmp_path / "run", environment) == made.folder / "orchestrator"
+    assert not (tmp_path / "run" / "nodes").exists()
+    assert commands_for_other_nodes(recipe, tmp_path / "run", {}) == []
+
+
+def test_the_printed_command_is_there_when_the_bundle_is(tmp_path: Path) -> None:
     recipe = two_nodes(tmp_path)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigError, match="there are no keys of role inference"):
-        keys_of_run(recipe, tmp_path, {VARIABLE: str(tmp_path / "mine")})
+    keys_of_run(recipe, tmp_path, {})
+    assert len(commands_for_other_nodes(recipe, tmp_path, {})) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -23,7 +24,6 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 NODE_0 = "ORCHESTRATOR_HOST_EXTERNAL"
 HERE = "192.0.2.17"  # what the tests say is this machine's address
-RUN_DIR = Path("/runs/mine")
 
 NAMES = {"node0.example": [HERE], "elsewhere.example": ["192.0.2.99"], "host": ["127.0.1.1"], "::1": ["::1"]}
 
@@ -36,6 +36,13 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
     monkeypatch.setattr(nodes, "_outward_address", lambda: HERE)
     monkeypatch.setattr(socket, "gethostname", lambda: "host")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of a run whose bundle for node 1 is there."""
+    (tmp_path / "my runs" / "mine" / "nodes" / "1").mkdir(parents=True)
+    return tmp_path / "my runs" / "mine"
 
 
 def two_nodes(*settings: str, **variables: str) -> Recipe:
@@ -54,7 +61,7 @@ def test_node_0_listens_at_its_address_where_node_1_dials_and_nowhere_else() -> 
 def test_a_recipe_on_one_node_stays_on_loopback_and_prints_nothing() -> None:
     recipe = load_recipe(REPOSITORY / "recipes/quickstart", (), {})
     assert with_addresses(recipe, {nodes.NODE_HOST: HERE}) is recipe
-    assert commands_for_other_nodes(recipe, RUN_DIR, {}) == []
+    assert commands_for_other_nodes(recipe, REPOSITORY, {}) == []
 
 
 def test_a_host_that_the_recipe_names_stays() -> None:
@@ -85,27 +92,36 @@ def test_a_machine_without_a_way_out_asks_for_its_address(monkeypatch: pytest.Mo
         address_of_node_0({})
 
 
-def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts() -> None:
+def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts(run_dir: Path) -> None:
     recipe = with_addresses(two_nodes(), {})
-    told, copy, start = commands_for_other_nodes(recipe, RUN_DIR, {NODE_0: "node0.example"})
+    told, copy, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
     assert "paste on node 1" in told
-    assert copy.strip() == (
-        "mkdir -p runs/mine-node1 && ssh node0.example tar -C /runs/mine/nodes/1 -ch . | tar -C runs/mine-node1 -xp"
-    )
+    here, _, there = copy.partition(" && ")
+    assert here.strip() == "mkdir -p runs/mine-node1"
+    ssh, _, unpacked = there.partition(" | ")
+    assert unpacked == "tar -C runs/mine-node1 -xp"
+    words = shlex.split(ssh)
+    assert words[:2] == ["ssh", "node0.example"]
+    # The shell of ssh reads it once more, so that directories with spaces survive both.
+    assert shlex.split(" ".join(words[2:])) == ["tar", "-C", f"{run_dir}/nodes/1", "-ch", "."]
     assert start.split() == [
         f"{NODE_0}=node0.example", "MILLRACE_KEYS=runs/mine-node1/keys/inference",
         "deploy/launch/1_inference_a.sh", "runs/mine-node1",
     ]  # fmt: skip
 
 
-def test_an_unknown_name_of_node_0_is_printed_as_its_address() -> None:
-    lines = commands_for_other_nodes(with_addresses(two_nodes(), {}), RUN_DIR, {})
+def test_several_processes_of_a_node_are_started_by_one_line(run_dir: Path) -> None:
+    recipe = with_addresses(
+        two_nodes("inference.b.node=1", "inference.b.gpus=[]", "inference.b.engines={}", "inference.b.engine=torch"), {}
+    )
+    *_, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
+    assert start.strip().startswith("(") and start.endswith("& wait)")
+    assert start.count("1_inference_a.sh") == start.count("1_inference_b.sh") == 1
+
+
+def test_an_unknown_name_of_node_0_is_printed_as_its_address(run_dir: Path) -> None:
+    lines = commands_for_other_nodes(with_addresses(two_nodes(), {}), run_dir, {})
     assert lines[-1].split()[0] == f"{NODE_0}={HERE}"
-
-
-def test_directories_with_spaces_survive_both_shells() -> None:
-    _, copy, _ = commands_for_other_nodes(with_addresses(two_nodes(), {}), Path("/my runs/mine"), {})
-    assert "tar -C ''\"'\"'/my runs/mine/nodes/1'\"'\"'' -ch ." in copy
 
 
 def test_processes_of_node_1_dial_node_0_and_are_reached_by_nobody() -> None:

@@ -136,3 +136,19 @@ def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     process.kill()
     process.wait(timeout=10)
     wait_until(lambda: not alive(child) or is_zombie(child), "the end of the child")
+
+
+def test_a_process_that_asks_to_be_started_again_is_and_no_more_often_than_allowed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """A trainer that lost the ranks of another node: nothing is wrong with it."""
+    counting = "import pathlib; p = pathlib.Path({!r}); p.write_text(p.read_text() + '.' if p.exists() else '.')\n"
+    again = f"{counting}import sys; sys.exit(75 if len(p.read_text()) < {{}} else 0)"
+    processes.start(spec("heals", again.format(str(tmp_path / "heals"), 2)))
+    wait_until(lambda: "heals" in processes.watch(), "the second, ordinary end")
+    assert (tmp_path / "heals").read_text() == ".."
+
+    processes.start(spec("does-not", again.format(str(tmp_path / "does-not"), 9)))
+    with pytest.raises(InfrastructureError, match="does-not exited with 75"):
+        wait_until(lambda: "does-not" in processes.watch(), "never")
+    assert (tmp_path / "does-not").read_text() == ".."

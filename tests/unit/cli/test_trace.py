@@ -17,6 +17,7 @@ from rich.console import Console
 from services.cli.trace.clocks import fitted
 from services.cli.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.trace.logs import pulls_of, read_notes
+from services.cli.trace.picture import draw
 from services.cli.trace.stages import events, seconds_in, stages, status
 from services.cli.trace.view import as_json, show
 from services.common.types import RolloutPhase
@@ -92,7 +93,7 @@ def groups(draw: st.DrawFn) -> GroupFacts:
     )  # fmt: skip
     return GroupFacts(
         task_group_id="mark-00000001",
-        task_id="t",
+        task_id="[/red] $x",
         purpose=draw(st.sampled_from(["train", "evaluation"])),
         num_slots=num_slots,
         assignments=tuple(draw(st.lists(st.builds(Assignment, at=TIME_OR_LOST, replica_id=NAMES), max_size=3))),
@@ -165,6 +166,15 @@ def test_phases_at_the_same_time_count_once() -> None:
     assert seconds_in(slot, other_than="generate") == 1.0
 
 
+def test_names_with_markup_of_terminal_or_picture_are_drawn_as_they_are(tmp_path: Path) -> None:
+    slot = SlotFacts(index=0, replica_id="$a[b]", durable_at=4.0, started_at=2.0, finished_at=3.0, failure="[/x] $_{")
+    facts = GroupFacts(
+        task_group_id="g", task_id="$\\frac{", num_slots=1, slots=(slot,),
+        assignments=(Assignment(at=1.0, replica_id="$a[b]"),),
+    )  # fmt: skip
+    assert draw(facts, tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
+
+
 def known(**changes: Any) -> GroupFacts:
     slot = SlotFacts(index=0, replica_id="a", durable_at=3.0, reward=1.0)
     complete = GroupFacts(
@@ -191,6 +201,7 @@ def used(**changes: Any) -> Used:
         (known(verdicts=verdict("kept")), "waiting for a batch"),
         (known(verdicts=verdict("kept"), closed_at=9.0, closed_reason="expired"), "expired"),
         (known(verdicts=verdict("equal_rewards")), "filtered"),
+        (known(verdicts=verdict("equal_rewards"), slots=(), closed_at=9.0), "filtered"),  # its records were collected
         (known(verdicts=verdict("surplus")), "surplus"),
         (known(uses=(used(),)), "in a batch"),
         (known(uses=(used(pulls=((0, 5.0),)),)), "training"),

@@ -63,6 +63,7 @@ def test_another_node_meets_the_ranks_of_node_0_where_it_finds_it(tmp_path: Path
 
 
 def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
+    (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
     lines = commands_for_other_nodes(recipe(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
     assert any(
         "MILLRACE_KEYS=runs/r-node2/keys/trainer python -m services.cli start runs/r-node2 trainer-model0-node2" in line

@@ -27,6 +27,7 @@ class Admission:
         self._servers = servers
         self._prefixes = PrefixMap()
         self._queue: deque[_Waiting] = deque()
+        self._closed: str | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -37,6 +38,8 @@ class Admission:
 
         No deadline of its own: the queue moves as long as a server serves, and ``close`` ends it when none will.
         """
+        if self._closed is not None:
+            raise InfrastructureError(self._closed)
         waiting = _Waiting(playing, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self.dispatch()
@@ -62,11 +65,11 @@ class Admission:
         """Give turns while a server has room. Called when one may have."""
         while self._queue:
             head = self._queue[0]
-            rooms = [Room(s.index, s.in_flight, s.window.size) for s in self._servers if s.serving]
+            rooms = [Room(s.index, s.in_flight, s.window.size) for s in self._servers if s.has_room]
+            if not rooms:
+                return
             sequence = head.playing.sequence
             chosen = choose(rooms, self._prefixes.find(sequence))
-            if chosen is None:
-                return
             self._queue.popleft()
             server = self._servers[chosen]
             server.in_flight += 1
@@ -78,6 +81,7 @@ class Admission:
         self._prefixes.forget(server.index)
 
     def close(self, reason: str) -> None:
-        """Nobody will get a turn any more."""
+        """Nobody gets a turn any more: not those who wait, nor those who come."""
+        self._closed = reason
         while self._queue:
             self._queue.popleft().turn.set_exception(InfrastructureError(reason))

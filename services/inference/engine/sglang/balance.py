@@ -82,11 +82,8 @@ class Room:
     size: int
 
 
-def choose(rooms: Sequence[Room], cached: int | None) -> int | None:
-    """The server for a request; None when none has room. ``cached`` is the one that knows its beginning."""
-    free = [room for room in rooms if room.in_flight < room.size]
-    if not free:
-        return None
+def choose(free: Sequence[Room], cached: int | None) -> int:
+    """The server for a request, of those that have room. ``cached`` is the one that knows its beginning."""
     least = min(free, key=lambda room: room.in_flight / room.size)
     for room in free:
         if room.server == cached and room.in_flight - least.in_flight <= max(4, room.size // 4):

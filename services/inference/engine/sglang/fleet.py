@@ -122,7 +122,7 @@ class Fleet:
                 await action(server)
             except MillraceError as error:
                 log.error("sglang.does_not_follow", server=server.name, error=error.message)
-                server.process.kill()
+                server.end()
 
         await asyncio.gather(*(ask(server) for server in self.servers if server.serving))
 

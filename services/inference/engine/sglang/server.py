@@ -54,6 +54,10 @@ class Server:
         return self._client
 
     @property
+    def has_room(self) -> bool:
+        return self.serving and self.in_flight < self.window.size
+
+    @property
     def settled_version(self) -> int | None:
         """The version of whatever it computes now; None in the middle of a switch."""
         return None if self._switching else self.version
@@ -86,7 +90,7 @@ class Server:
                 await self.client.resume()
         except MillraceError as error:
             log.error("sglang.switch_failed", server=self.name, version=version, error=error.message)
-            self.process.kill()
+            self.end()
             return None
         finally:
             self._switching = False
@@ -137,9 +141,14 @@ class Server:
         try:
             if not await self.client.is_generating(STALL_ANSWER_S) and not self._switching:
                 log.error("sglang.stalled", server=self.name)
-                self.process.kill()
+                self.end()
         finally:
             self._checking = False
+
+    def end(self) -> None:
+        """Nobody knows what it does now: it is killed, and started anew by whoever watches over it."""
+        self.serving = False
+        self.process.kill()
 
     async def lost(self) -> None:
         """Its process has ended."""

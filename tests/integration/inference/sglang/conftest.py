@@ -1,0 +1,78 @@
+"""Engines over fake servers, which are real child processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from services.inference.engine.base import KvPolicy
+from services.inference.engine.sglang.command import ServerCommand
+from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.sglang.process import ServerProcess
+from services.inference.engine.sglang.server import Server
+from services.inference.engine.sglang.stage import Stage
+from services.inference.engine.sglang.transfer import FromDisk
+
+FAKE = Path(__file__).with_name("fake_server.py")
+WEIGHTS = {"model.norm.weight": np.ones(8, np.float32)}
+CONTEXT = 800
+
+Launch = Callable[..., Awaitable[SglangEngine]]
+
+
+def build(
+    directory: Path,
+    *arguments: str,
+    number: int = 1,
+    slots: int = 8,
+    kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
+    ready_timeout_s: float = 20.0,
+    **settings: Any,
+) -> SglangEngine:
+    stage = Stage(directory / "stage", WEIGHTS, 0)
+    servers = []
+    for index in range(number):
+        command = ServerCommand(name=f"sglang-fake-{index}", argv=(sys.executable, str(FAKE), *arguments))
+        process = ServerProcess(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
+        servers.append(Server(index, process, kv_policy, slots))
+    return SglangEngine(
+        servers, stage, FromDisk(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
+    )
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
+    """Start an engine over fake servers; all are stopped at the end."""
+    running: list[SglangEngine] = []
+
+    async def start(*arguments: str, **settings: Any) -> SglangEngine:
+        engine = build(tmp_path / str(len(running)), *arguments, **settings)
+        running.append(engine)
+        await engine.start()
+        return engine
+
+    yield start
+    for engine in running:
+        await engine.stop()
+
+
+async def misbehave(engine: SglangEngine, route: str, server: int = 0, **how: Any) -> None:
+    """The next call of a route goes wrong at one server."""
+    address = engine._servers[server].client.address
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{address}/misbehave", json={"route": route, **how}) as answer:
+            assert answer.status == 200
+
+
+async def seen(engine: SglangEngine, server: int = 0) -> list[tuple[str, Any]]:
+    """What a server was asked, in order."""
+    address = engine._servers[server].client.address
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{address}/seen") as answer:
+            return [(route, body) for route, body in await answer.json()]

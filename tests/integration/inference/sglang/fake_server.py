@@ -1,0 +1,154 @@
+"""A stand-in for an SGLang server, for failures that the true one does not give on demand. Run as a script.
+
+It says after each token the next number, so that a request which was broken off and goes on elsewhere shows whether its
+beginning was sent again. ``POST /misbehave`` sets what it does wrong next; ``GET /seen`` tells what was asked of it.
+It is no substitute for the true server, which the conformance suite speaks to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 1000
+LOGPROB = -0.25
+
+
+class Fake:
+    def __init__(self, version: str, token_s: float) -> None:
+        self.version = version  # of the scheduler: what tokens are computed with
+        self.told_version = version  # what the server says of itself
+        self.token_s = token_s
+        self.running = asyncio.Event()
+        self.running.set()
+        self.aborted: set[str] = set()
+        self.faults: dict[str, list[dict[str, Any]]] = {}  # by route
+        self.seen: list[tuple[str, Any]] = []
+
+    def application(self) -> web.Application:
+        made = web.Application()
+        made.router.add_post("/misbehave", self.misbehave)
+        made.router.add_get("/seen", self.tell)
+        made.router.add_post("/generate", self.generate)
+        for route in ("/ready", "/server_info", "/model_info", "/v1/loads", "/health_generate"):
+            made.router.add_get(route, self.answer)
+        for route in (
+            "/abort_request",
+            "/pause_generation",
+            "/continue_generation",
+            "/flush_cache",
+            "/update_weights_from_disk",
+        ):
+            made.router.add_post(route, self.answer)
+        return made
+
+    async def misbehave(self, request: web.Request) -> web.Response:
+        """``{"route": ..., "times": n, ...}``: the next n calls of a route go wrong."""
+        fault = await request.json()
+        self.faults.setdefault(fault["route"], []).extend([fault] * fault.get("times", 1))
+        return web.json_response({})
+
+    async def tell(self, request: web.Request) -> web.Response:
+        return web.json_response(self.seen)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.method == "POST" and request.can_read_body else {}
+        route = request.path
+        self.seen.append((route, body))
+        fault = self.fault(route)
+        if fault.get("hang_s"):
+            await asyncio.sleep(fault["hang_s"])
+        if fault.get("exit"):
+            os._exit(3)
+        if route == "/update_weights_from_disk" and fault.get("applied", not fault):
+            self.version = body["weight_version"]
+            if fault.get("told", True):
+                self.told_version = self.version
+        if fault.get("status"):
+            return web.json_response({"success": False, "message": fault.get("message", "")}, status=fault["status"])
+        if route == "/pause_generation":
+            self.running.clear()
+        elif route == "/continue_generation":
+            self.running.set()
+        elif route == "/abort_request":
+            self.aborted.add(body["rid"])
+        elif route == "/model_info":
+            return web.json_response({"weight_version": self.told_version})
+        elif route == "/v1/loads":
+            return web.json_response({"loads": [{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1}]})
+        return web.json_response({"success": True})
+
+    def fault(self, route: str) -> dict[str, Any]:
+        waiting = self.faults.get(route)
+        return waiting.pop(0) if waiting else {}
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append(("/generate", body))
+        fault = self.fault("/generate")
+        if fault.get("status"):
+            return web.json_response({"error": {"message": fault.get("message", "")}}, status=fault["status"])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        asked, parameters = body["input_ids"], body["sampling_params"]
+        token = asked[-1]
+        spans: list[dict[str, Any]] = []
+        for number in range(parameters["max_new_tokens"]):
+            await asyncio.sleep(self.token_s)
+            await self.running.wait()
+            if number == fault.get("die_at"):
+                os._exit(3)
+            if number == fault.get("stall_at"):
+                await asyncio.sleep(3600)
+            token = (token + 1) % VOCABULARY
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": number, "end": number})
+            spans[-1]["end"] = number + 1
+            finish: dict[str, Any] | None = None
+            if not parameters.get("ignore_eos") and token in (*parameters.get("stop_token_ids", ()), fault.get("eos")):
+                finish = {"type": "stop", "matched": token}
+            elif body["rid"] in self.aborted or number == fault.get("aborted_at"):
+                finish = {"type": "abort", "message": "out of memory", "status_code": fault.get("abort_status")}
+            elif number + 1 == parameters["max_new_tokens"]:
+                finish = {"type": "length"}
+            meta: dict[str, Any] = {
+                "finish_reason": finish,
+                "weight_version": self.told_version,
+                "output_token_logprobs": [[None if number == fault.get("nan_at") else LOGPROB, token, None]],
+            }
+            if finish is not None and not fault.get("no_spans"):
+                meta["weight_versions"] = spans
+            row = json.dumps({"output_ids": [token], "meta_info": meta}).encode()
+            if number == fault.get("nonsense_at"):
+                row = b'{"output_ids": "what", "meta_info": {'
+            await response.write(b"data: " + row + b"\n\n")
+            if finish is not None:
+                break
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--token-s", type=float, default=0.002)
+    parser.add_argument("--say-and-die", default="")
+    parser.add_argument("--never-ready", action="store_true")
+    options = parser.parse_args()
+    if options.say_and_die:
+        sys.exit(f"Loading weights\n{options.say_and_die}")
+    if options.never_ready:
+        asyncio.run(asyncio.sleep(3600))
+    fake = Fake(options.weight_version, options.token_s)
+    web.run_app(fake.application(), host="127.0.0.1", port=options.port, print=None)
+
+
+if __name__ == "__main__":
+    main()

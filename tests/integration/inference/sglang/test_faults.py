@@ -1,0 +1,363 @@
+"""Offline contract tests, against a stand-in: what the engine does when a server fails in ways that the true one does not
+on demand. That it speaks SGLang's language is shown elsewhere, by the conformance suite over the true server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
+from services.common.types import Sampling
+from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
+from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.weight_update import WeightUpdate
+
+from .conftest import WEIGHTS, Launch, build, misbehave, seen
+
+FIRST = 10  # the token before the first sampled one
+
+
+def request(number: int = 0, max_new_tokens: int = 100, stop: tuple[int, ...] = ()) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"r{number}",
+        prompt_ids=(1, 2, number, FIRST),
+        sampling=Sampling(max_new_tokens=max_new_tokens),
+        stop_token_ids=stop,
+    )
+
+
+def version(number: int) -> WeightUpdate:
+    return WeightUpdate.full(WEIGHTS, number)
+
+
+def start(engine: SglangEngine, *requests: GenerationRequest) -> list[asyncio.Future[Generation]]:
+    return [asyncio.ensure_future(engine.generate(one)) for one in requests or (request(),)]
+
+
+async def until_tokens(engine: SglangEngine, count: int) -> None:
+    async with asyncio.timeout(20):
+        while engine.health().generated_tokens < count:
+            await asyncio.sleep(0.002)
+
+
+async def until_all_serve(engine: SglangEngine) -> None:
+    async with asyncio.timeout(20):
+        while not all(server.serving for server in engine._servers):
+            await asyncio.sleep(0.01)
+
+
+def check_whole(generation: Generation, count: int = 100) -> None:
+    """No token is lost, said twice, or without a log-probability."""
+    assert generation.token_ids == [FIRST + 1 + i for i in range(count)]
+    assert all((segment.logprobs == -0.25).all() for segment in generation.segments)
+
+
+# -- a server that dies ------------------------------------------------------------------------------------------
+
+
+async def test_a_request_whose_server_dies_goes_on_with_the_rest_of_its_budget(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", die_at=40)
+    generation = await engine.generate(request())
+    check_whole(generation)
+    assert generation.finish_reason is FinishReason.LENGTH
+    (second,) = [body for route, body in await seen(engine) if route == "/generate"]
+    assert len(second["input_ids"]) == 4 + 40 and second["sampling_params"]["max_new_tokens"] == 60
+
+
+async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_newest_version(launch: Launch) -> None:
+    engine = await launch(number=2)
+    pending = start(engine, *(request(number) for number in range(8)))
+    await until_tokens(engine, 80)
+    pid = engine._servers[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await engine.update(version(1))
+    for generation in await asyncio.gather(*pending):
+        check_whole(generation)
+        assert {segment.weight_version for segment in generation.segments} == {0, 1}
+    await until_all_serve(engine)
+    assert [server.version for server in engine._servers] == [1, 1]
+    assert engine._servers[0].process.pid != pid
+
+
+async def test_tokens_after_a_switch_began_are_sampled_again_when_nobody_says_their_version(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", die_at=80)
+    pending = start(engine)
+    await until_tokens(engine, 20)
+    await engine.update(version(1))
+    generation = await pending[0]
+    check_whole(generation)
+    assert [segment.weight_version for segment in generation.segments] == [0, 1]
+    assert 20 <= generation.segments[0].num_tokens < 80
+
+
+async def test_an_engine_whose_servers_keep_dying_has_failed_and_says_how(launch: Launch) -> None:
+    engine = await launch(restarts=0)
+    pending = start(engine, request(0), request(1))
+    await until_tokens(engine, 4)
+    engine._servers[0].process.kill()
+    for outcome in await asyncio.gather(*pending, return_exceptions=True):
+        assert isinstance(outcome, InfrastructureError)
+    assert not engine.health().ok
+    assert "sglang-fake-0 was killed by SIGKILL" in engine.health().detail
+    with pytest.raises(InfrastructureError, match=r"sglang\.restarts"):
+        await engine.generate(request())
+
+
+async def test_a_server_that_gives_no_tokens_is_asked_for_one_then_ended(launch: Launch) -> None:
+    engine = await launch(stall_timeout_s=0.3)
+    await misbehave(engine, "/generate", stall_at=30)
+    await misbehave(engine, "/health_generate", status=503)
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_server_that_is_slow_but_alive_is_left_alone(launch: Launch) -> None:
+    engine = await launch("--token-s", "0.5", stall_timeout_s=0.2)
+    pid = engine._servers[0].process.pid
+    check_whole(await engine.generate(request(max_new_tokens=3)), 3)
+    assert engine._servers[0].process.pid == pid
+    assert "/health_generate" in [route for route, _ in await seen(engine)]
+
+
+async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
+    engine = await launch(number=2)
+    pids = [server.process.pid for server in engine._servers]
+    stage = engine._stage.directory
+    pending = start(engine)
+    await until_tokens(engine, 5)
+    await engine.stop()
+    with pytest.raises(InfrastructureError, match="stopped"):
+        await pending[0]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not stage.exists()
+
+
+# -- a server that does not come up -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", r"sglang\.memory_share"),
+        ("ValueError: Loaded weights leave no GPU memory. Raise --mem-fraction-static", r"sglang\.memory_share"),
+        ("server: error: unrecognized arguments: --no-such-thing 3", r"sglang\.extra_arguments"),
+        ("OSError: /nowhere does not appear to have a file named config.json", r"policies\.<name>\.model\.path"),
+        ("RuntimeError: CUDA error: invalid device ordinal", r"inference\.<name>\.gpus"),
+        ("ModuleNotFoundError: No module named 'sglang'", r"MILLRACE_SGLANG_PYTHON"),
+    ],
+)
+async def test_a_death_while_loading_is_told_with_its_last_words_and_what_may_help(
+    tmp_path: Path, words: str, hint: str
+) -> None:
+    engine = build(tmp_path, "--say-and-die", words)
+    with pytest.raises(InfrastructureError, match=hint) as caught:
+        await engine.start()
+    first, second, *_ = caught.value.message.splitlines()
+    assert first.startswith("the SGLang server sglang-fake-0 exited with 1 while loading")
+    assert second.strip() == words  # the line that says it, before the rest of the log
+    await engine.stop()
+
+
+async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_path: Path) -> None:
+    engine = build(tmp_path, "--never-ready", ready_timeout_s=0.7)
+    with pytest.raises(DeadlineError, match=r"sglang-fake-0 did not answer within 0\.7 s"):
+        await engine.start()
+    await engine.stop()
+
+
+# -- an update that goes wrong ------------------------------------------------------------------------------------
+
+
+def updates(asked: list[tuple[str, Any]], number: int) -> int:
+    """Times that a server was told to load a version."""
+    return sum(route == "/update_weights_from_disk" and body["weight_version"] == str(number) for route, body in asked)
+
+
+async def test_a_refused_update_that_changed_nothing_is_repeated(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/update_weights_from_disk", status=400, message="Failed to get weights iterator")
+    pending = start(engine)
+    await until_tokens(engine, 10)
+    assert await engine.update(version(1)) > 0
+    asked = await seen(engine)
+    assert updates(asked, 1) == 2
+    assert "/model_info" in [route for route, _ in asked]  # read back, not assumed
+    generation = await pending[0]
+    check_whole(generation)
+    assert [segment.weight_version for segment in generation.segments] == [0, 1]
+
+
+async def test_a_refused_update_that_came_through_is_adopted_and_flushed(launch: Launch) -> None:
+    engine = await launch()
+    how = {"status": 400, "applied": True, "message": "Weights were updated, but the cache was not flushed"}
+    await misbehave(engine, "/update_weights_from_disk", **how)
+    await engine.update(version(1))
+    asked = await seen(engine)
+    assert updates(asked, 1) == 1
+    assert [route for route, _ in asked].count("/flush_cache") == 1
+    assert [s.weight_version for s in (await engine.generate(request())).segments] == [1]
+
+
+async def test_a_server_that_keeps_its_old_name_after_a_change_is_told_again(launch: Launch) -> None:
+    """0.5.23 does so where only the flush was refused: its scheduler has moved, what it says of itself has not."""
+    engine = await launch()
+    await misbehave(engine, "/update_weights_from_disk", status=400, applied=True, told=False)
+    await engine.update(version(1))
+    assert updates(await seen(engine), 1) == 2
+    assert [s.weight_version for s in (await engine.generate(request())).segments] == [1]
+
+
+async def test_a_server_that_refuses_twice_is_started_anew_with_the_version(launch: Launch) -> None:
+    engine = await launch(number=2)
+    await misbehave(engine, "/update_weights_from_disk", status=400, times=2)
+    pid = engine._servers[0].process.pid
+    pending = start(engine, *(request(number) for number in range(6)))
+    await until_tokens(engine, 30)
+    await engine.update(version(1))  # the other one took it
+    assert engine.version == 1
+    for generation in await asyncio.gather(*pending):
+        check_whole(generation)
+    await until_all_serve(engine)
+    assert engine._servers[0].process.pid != pid
+    assert [server.version for server in engine._servers] == [1, 1]
+
+
+async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/update_weights_from_disk", status=500, times=2)
+    with pytest.raises(InfrastructureError, match="no SGLang server took version 1"):
+        await engine.update(version(1))
+    assert engine.version == 0
+    await engine.update(version(1))
+    assert engine.version == 1
+    generation = await engine.generate(request())
+    assert [segment.weight_version for segment in generation.segments] == [1]
+
+
+async def test_an_update_without_an_answer_is_in_doubt_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await launch()
+    monkeypatch.setattr("services.inference.engine.sglang.client.UPDATE_TIMEOUT_S", 0.3)
+    await misbehave(engine, "/update_weights_from_disk", hang_s=2.0, applied=False)
+    await engine.update(version(1))
+    assert updates(await seen(engine), 1) == 2
+
+
+async def test_a_paused_engine_stays_paused_through_an_update(launch: Launch) -> None:
+    engine = await launch()
+    pending = start(engine)
+    await until_tokens(engine, 10)
+    await engine.pause()
+    standing = engine.health().generated_tokens
+    await engine.update(version(1))
+    await asyncio.sleep(0.1)
+    assert engine.health().generated_tokens == standing
+    await engine.resume()
+    check_whole(await pending[0])
+
+
+async def test_a_kept_cache_is_paused_in_place_and_not_flushed(launch: Launch) -> None:
+    engine = await launch(kv_policy=KvPolicy.KEEP)
+    pending = start(engine)
+    await until_tokens(engine, 10)
+    await engine.update(version(1))
+    marks = [(s.weight_version, s.mixed_cache) for s in (await pending[0]).segments]
+    assert marks == [(0, False), (1, True)]
+    asked = await seen(engine)
+    assert ("/pause_generation", {"mode": "in_place"}) in asked
+    assert [body["flush_cache"] for route, body in asked if route == "/update_weights_from_disk"] == [True, False]
+
+
+# -- a request that goes wrong ------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_is_busy_or_broken_is_tried_again(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", status=503, times=2)
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_request_that_is_always_interrupted_is_an_infrastructure_failure(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", status=503, times=9, message="queue full")
+    with pytest.raises(InfrastructureError, match=r"interrupted 5 times.*queue full"):
+        await engine.generate(request())
+    assert engine.health().running == 0
+
+
+async def test_a_refused_request_is_its_makers_mistake(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", status=400, message="no such token")
+    with pytest.raises(InvalidRequestError, match="no such token"):
+        await engine.generate(request())
+
+
+async def test_a_leg_that_the_server_aborts_goes_on_with_what_it_had(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", aborted_at=30)
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_stop_that_the_request_did_not_ask_for_is_no_stop(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", eos=FIRST + 20)
+    generation = await engine.generate(request(stop=(FIRST + 50,)))
+    check_whole(generation, 50)
+    assert generation.finish_reason is FinishReason.STOP
+
+
+async def test_tokens_without_spans_are_taken_when_no_switch_came_between(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", no_spans=True)
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_log_probability_that_is_no_number_fails_its_request_alone(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", nan_at=5)
+    with pytest.raises(InfrastructureError, match="not finite under weight version 0"):
+        await engine.generate(request())
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_chunk_that_makes_no_sense_interrupts_and_is_played_again(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", nonsense_at=5)
+    check_whole(await engine.generate(request()))
+
+
+async def test_a_server_that_does_not_hear_an_abort_is_not_waited_for(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.inference.engine.sglang.engine.ABORT_TIMEOUT_S", 0.3)
+    engine = await launch()
+    await misbehave(engine, "/generate", stall_at=10)
+    pending = start(engine)
+    await until_tokens(engine, 10)
+    await engine.abort("r0")
+    generation = await pending[0]
+    assert generation.finish_reason is FinishReason.ABORTED
+    check_whole(generation, 10)
+
+
+async def test_requests_that_begin_alike_go_to_one_server_and_others_are_spread(launch: Launch) -> None:
+    engine = await launch(number=2)
+    alike = GenerationRequest(
+        request_id="x",
+        prompt_ids=tuple(range(100, 300)),
+        sampling=Sampling(max_new_tokens=3),
+        stop_token_ids=(),
+    )
+    for _ in range(4):
+        await engine.generate(alike)
+    asked = [sum(route == "/generate" for route, _ in await seen(engine, server)) for server in (0, 1)]
+    assert sorted(asked) == [0, 4]
+    await asyncio.gather(*start(engine, *(request(number, 60) for number in range(12))))
+    both = [sum(route == "/generate" for route, _ in await seen(engine, server)) for server in (0, 1)]
+    assert min(both) >= 4

@@ -1,0 +1,104 @@
+"""What people are told about stalls: in plain words, once, with the end; and of an orchestrator that does not answer."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from services.cli.plot_time import plot_time
+from services.cli.progress_view import ProgressView, render
+from services.cli.silence import Silence
+from services.common.pb import account_pb2, run_pb2
+
+STALL = run_pb2.Stall(
+    component="envgateway",
+    cause="silent",
+    detail="nobody has heard of it for 12 s",
+    advice="start it again",
+    chain=["trainer/model0 waits for orchestrator: waiting_for_batch (12 s)"],
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_stall_is_told_once_with_its_chain_and_advice_and_its_end() -> None:
+    output = io.StringIO()
+    with ProgressView(Console(file=output, width=200), "run") as view:
+        for _ in range(3):
+            view.show(run_pb2.RunProgress(stalls=[STALL]))
+        view.show(run_pb2.RunProgress())
+    text = output.getvalue()
+    assert text.count("STALLED") == 1
+    for words in (
+        "envgateway, silent",
+        "nobody has heard",
+        "trainer/model0 waits for",
+        "start it again",
+        "goes on again",
+    ):
+        assert words in text
+
+
+def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
+    output = io.StringIO()
+    account = account_pb2.TimeAccount(
+        component="trainer/model0",
+        activities=[
+            account_pb2.ActivityTime(activity="training", seconds=3.0),
+            account_pb2.ActivityTime(activity="waiting_for_batch", on="orchestrator", seconds=1.0),
+        ],
+    )
+    Console(file=output, width=200).print(render(run_pb2.RunProgress(stalls=[STALL], accounts=[account]), "run"))
+    assert "STALLED" in output.getvalue()
+    assert "75% training" in output.getvalue()
+    assert "25% waiting_for_batch (orchestrator)" in output.getvalue()
+
+
+def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
+    clock = Clock()
+    silence = Silence("127.0.0.1:1", clock=clock)
+    silence.missed()
+    clock.now = 9.0
+    assert silence.stall is None
+    clock.now = 11.0
+    assert silence.stall is not None
+    assert (silence.stall.component, silence.stall.cause) == ("orchestrator", "silent")
+    silence.answered()
+    assert silence.stall is None
+
+
+def test_a_stopped_process_is_told_as_such() -> None:
+    clock = Clock()
+    process = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        silence = Silence("127.0.0.1:1", pid=lambda: process.pid, clock=clock)
+        silence.missed()
+        clock.now = 11.0
+        assert silence.stall is not None
+        assert "SIGCONT" in silence.stall.detail
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:
+    (tmp_path / "metrics").mkdir()
+    path = tmp_path / "metrics" / "orchestrator.jsonl"
+    path.write_bytes(orjson.dumps({"kind": "throughput", "time": 1.0}) + b"\n")
+    assert plot_time(tmp_path, tmp_path / "time.png") is None
+    shares = {"trainer/model0": {"training": 0.7, "waiting_for_batch -> orchestrator": 0.3}}
+    with path.open("ab") as file:
+        file.write(orjson.dumps({"kind": "accounts", "time": 2.0, "shares": shares, "waits": {}}) + b"\n")
+    assert plot_time(tmp_path, tmp_path / "time.png") == tmp_path / "time.png"

@@ -1,0 +1,98 @@
+"""When a run has keys: what the recipe says, and what is not allowed to be said."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.cli.keyring import Keyring
+from services.cli.launch_keys import KEYS, keys_of, renew_in_time, with_keys
+from services.cli.plan import plan
+from services.common.config.loading import load_recipe
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.common.security.bundle import VARIABLE
+from tests.keys import make_keys
+
+QUICKSTART = Path("recipes/quickstart")
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(QUICKSTART, ["run.id=r1", *overrides], {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        ((), False),
+        (("security.tls=on",), True),
+        (("security.tls=off",), False),
+        (("orchestrator.host=0.0.0.0",), True),
+        (("inference.a.host=10.0.0.1",), True),
+        (('envgateway.host="::"',), True),
+        (("policies.model0.weights.host=node0",), True),
+        (("orchestrator.host=::1",), False),
+    ],
+)
+def test_keys_are_needed_as_soon_as_others_reach_a_service(overrides: tuple[str, ...], needs: bool) -> None:
+    found = recipe(*overrides)
+    assert found.needs_keys is needs
+    assert found.digest_algorithm("model0") == ("blake3" if not found.is_on_loopback else "xxh3-128")
+
+
+def test_tls_cannot_be_turned_off_where_others_reach_a_service() -> None:
+    with pytest.raises(ConfigError, match=r"security.tls is off, but envgateway.host is 0.0.0.0"):
+        recipe("security.tls=off", "envgateway.host=0.0.0.0")
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto", "true", '"on"'])
+def test_yamls_own_reading_of_on_and_off_is_understood(word: str) -> None:
+    expected = {"true": "on", '"on"': "on"}.get(word, word)
+    assert recipe(f"security.tls={word}").security.tls == expected
+    assert yaml.safe_load("tls: on") == {"tls": True}, "this is why"
+
+
+def test_the_launcher_makes_keys_once_and_none_where_none_are_needed(tmp_path: Path) -> None:
+    assert keys_of(recipe(), tmp_path, {}) is None
+    assert not (tmp_path / KEYS).exists()
+    folder = keys_of(recipe("security.tls=on", "security.client_certificates=true"), tmp_path, {})
+    assert folder == tmp_path / KEYS
+    ring = Keyring(folder)
+    assert (ring.run, ring.client_certificates) == ("r1", True)
+    before = (folder / "ca.pem").read_bytes()
+    assert keys_of(recipe("security.tls=on"), tmp_path, {VARIABLE: "/elsewhere"}) == folder
+    assert (folder / "ca.pem").read_bytes() == before
+
+
+def test_keys_that_are_given_are_used_unless_tls_is_off(tmp_path: Path) -> None:
+    given = {VARIABLE: str(tmp_path / "given")}
+    assert keys_of(recipe(), tmp_path, given) == tmp_path / "given"
+    assert keys_of(recipe("security.tls=off"), tmp_path, given) is None
+
+
+def test_each_process_is_shown_its_own_bundle_and_no_other(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys").folder
+    shown: dict[str, Any] = {spec.name: with_keys(spec, keys).env[VARIABLE] for spec in plan(recipe(), tmp_path)}
+    assert shown == {
+        "orchestrator": str(keys / "orchestrator"),
+        "envgateway": str(keys / "envgateway"),
+        "inference-a": str(keys / "inference"),
+        "trainer-model0": str(keys / "trainer"),
+    }
+    some = plan(recipe(), tmp_path)[0]
+    assert with_keys(some, None).env[VARIABLE] == "", "not what the launcher's own environment has"
+    other = dataclasses.replace(some, name="warm-start-model0")
+    assert with_keys(other, keys).env[VARIABLE] == ""
+
+
+@pytest.mark.parametrize(("age_days", "renewed"), [(1.0, False), (25.0, True)])
+def test_a_run_that_goes_on_gets_new_keys_in_time(tmp_path: Path, age_days: float, renewed: bool) -> None:
+    keys = make_keys(tmp_path / "keys", age_days=age_days).folder
+    before = (keys / "viewer" / "token").read_text()
+    renew_in_time(keys)
+    assert ((keys / "viewer" / "token").read_text() != before) is renewed
+    renew_in_time(keys / "viewer")  # a copy: nothing to renew with, and no reason to fail

@@ -1,0 +1,41 @@
+"""Every gauge of the orchestrator has a metric of its own, and counters begin with the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.common.prometheus.metric import OTHER, Translation
+from services.orchestrator.datasets import ListSource
+from services.orchestrator.gauges import gauges
+from services.orchestrator.prometheus import METRICS
+from tests.unit.orchestrator.world import World
+
+COUNTERS = {
+    "failures_timeout": ("millrace_rollout_failures_total", ("timeout",)),
+    "records_duplicate": ("millrace_records_dropped_total", ("duplicate",)),
+    "sequences_replayed": ("millrace_sequences_replayed_total", ()),
+    "sequences_expired": ("millrace_sequences_dropped_total", ("expired",)),
+    "task_groups_issued": ("millrace_task_groups_total", ("issued",)),
+    "slots_reissued": ("millrace_slots_reissued_total", ()),
+    "replica_leases_lost": ("millrace_leases_lost_total", ("replica",)),
+    "pauses_for_failures": ("millrace_events_total", ("pauses_for_failures",)),
+}
+
+
+async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_path: Path) -> None:
+    world = World(tmp_path, policies=("actor", "verifier"))
+    try:
+        ring = world.ring
+        ring.counters.update(dict.fromkeys(COUNTERS, 5))
+        ring.last_metrics["actor"] = {"trainer/loss": 0.5, "reward_mean": 1.0, "broken": float("nan")}
+        found = gauges(ring, ListSource([{"n": 1}], None, "train"), {"slots_reissued": 2})
+        samples = list(Translation(METRICS).samples(found))
+        assert not [sample for sample in samples if sample.metric is OTHER]
+        values = {(sample.metric.name, sample.labels): sample.value for sample in samples}
+        for name, told in COUNTERS.items():
+            assert values[told] == (3.0 if name == "slots_reissued" else 5.0)
+        assert values["millrace_step_metric", ("actor", "trainer/loss")] == 0.5
+        assert ("millrace_step_metric", ("actor", "broken")) not in values
+        assert {labels for name, labels in values if name == "millrace_quota_sequences"} == {("actor",), ("verifier",)}
+    finally:
+        await world.close()

@@ -1,0 +1,161 @@
+"""The detector on a ring: what peers report becomes facts, stalls are told and end, and a lost order is sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+import structlog
+
+from services.common.accounts import AccountState, ActivityTime, PeerState
+from services.orchestrator.progress import progress
+from services.orchestrator.stall_facts import facts, own_activity
+from services.orchestrator.stall_watch import StallWatch
+from services.orchestrator.watch import Watch
+from tests.unit.orchestrator.world import World
+
+
+def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peers: tuple[PeerState, ...] = ()) -> None:
+    slots = AccountState(
+        component=f"replica/{name}",
+        activities=(ActivityTime(name="waiting for task groups", on="orchestrator", seconds=1),),
+    )
+    replica = world.ring.pool.get(name)
+    assert replica is not None
+    world.ring.report_replica(
+        name,
+        "1",
+        held=replica.held,
+        num_tokens=0,
+        emission=[],
+        gauges={},
+        running=running,
+        accounts=(slots,),
+        peers=peers,
+    )
+
+
+def pass_seconds(world: World, watch: StallWatch, seconds: int, each: Callable[[], None] = lambda: None) -> None:
+    for _ in range(seconds):
+        world.clock.now += 1.0
+        each()
+        watch.look()
+
+
+async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_its_return(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    world.join()
+    watch = StallWatch(world.ring)
+    with structlog.testing.capture_logs() as logs:
+        pass_seconds(world, watch, 20, lambda: report(world))
+        assert not world.ring.standing.stalls
+        pass_seconds(world, watch, 20)
+        (stall,) = progress(world.ring).stalls
+        assert (stall.component, stall.cause) == ("replica/a", "silent")
+        pass_seconds(world, watch, 5, lambda: report(world))
+    assert not world.ring.standing.stalls
+    told = [entry for entry in logs if entry["event"].startswith("run.")]
+    assert [(entry["event"], entry["component"], entry["cause"]) for entry in told] == [
+        ("run.stalled", "replica/a", "silent"),
+        ("run.unstalled", "replica/a", "silent"),
+    ]
+    rows = (world.run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
+    assert [row["moment"] for row in map(orjson.loads, rows) if row["kind"] == "stall"] == ["begin", "end"]
+
+
+async def test_a_replica_whose_lease_ran_out_is_lost_until_it_is_back(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.join()
+    await Watch(world.ring).tick()
+    world.clock.now += 31.0
+    await Watch(world.ring).tick()
+    assert facts(world.ring).lost == {"replica/a": world.clock.now}
+    world.join(incarnation="2")
+    assert not facts(world.ring).lost
+
+
+async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.join()
+    watch = Watch(world.ring)
+    await watch.tick()
+    world.clock.now += 100.0  # SIGSTOP, SIGCONT
+    await watch.tick()
+    assert world.ring.pool.get("a") is not None
+    for _ in range(31):
+        world.clock.now += 1.0
+        await watch.tick()
+    assert world.ring.pool.get("a") is None
+
+
+async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    lost = {order.task_group_id for order in await world.orders(replica)}
+    assert lost
+    watch = StallWatch(world.ring)
+    pass_seconds(world, watch, 14, lambda: report(world))
+    (stall,) = world.ring.standing.stalls
+    assert (stall.component, stall.cause.value) == ("replica/a", "order_lost")
+    assert {order.task_group_id for order in await world.orders(replica)} == lost
+    pass_seconds(world, watch, 5, lambda: report(world, running=tuple(lost)))
+    assert not world.ring.standing.stalls
+
+
+async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.join("a")
+    world.join("b")
+    report(world, "a", peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),))
+    report(world, "b", peers=(PeerState(component="envgateway", gauges={"queue_workers": 1.0}),))
+    assert facts(world.ring).peers["envgateway"].silent_s == 0.0
+
+
+async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    assert own_activity(world.ring) == ("waiting for a replica", "inference")
+    replica = world.join()
+    assert own_activity(world.ring) == ("waiting for the first version", "trainer/model0")
+    await world.publish(0)
+    world.train()
+    await world.orders(replica)
+    assert own_activity(world.ring) == ("waiting for room in the quota", "trainer/model0")
+    world.ring.dispatcher.hold("disk", "full")
+    assert own_activity(world.ring) == ("waiting for free disk", "disk")
+    world.ring.pause()
+    assert own_activity(world.ring) == ("paused", "person")
+
+
+async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.ring.join_trainer("model0", "1", 2, 0, {})
+    before = world.ring.trainers.get("model0")
+    assert before is not None
+    lease = before.lease_until
+    world.clock.now += 5.0
+    world.ring.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
+    world.ring.trainers.report_rank(
+        "model0", 7, (AccountState(component="trainer/model0/rank7"),)
+    )  # not of this trainer
+    assert before.rank_reports == {1: 1}
+    assert before.lease_until == lease
+    assert "trainer/model0/rank1" in facts(world.ring).accounts
+
+
+async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    orders = world.ring.training_orders
+    orders.next_group()
+    assert not orders.nothing_to_play
+
+    class RefuseAll(type(orders.curation)):  # type: ignore[misc]
+        def accepts(self, row: int, position: int) -> bool:
+            return False
+
+    orders.curation = RefuseAll()
+    orders.next_group()
+    assert orders.nothing_to_play

@@ -1,0 +1,112 @@
+"""What is loaded by shards, what is left to be loaded whole, and what is refused with the words of loading whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from services.common.errors import ConfigError, ModelMismatchError
+from services.common.models import load_model, named_weights
+from services.trainer.model import load_policy_model
+from services.trainer.sharded_load import open_by_shards
+from services.trainer.sharding import Ranks
+from tests.unit.trainer.building import tiny_causal_lm
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tiny_causal_lm().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite(model: Path, change: Any) -> None:
+    tensors = load_file(model / WEIGHTS)
+    change(tensors)
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_nothing_but_names_is_read_before_the_model_is_sharded(model: Path) -> None:
+    opened = open_by_shards(model, torch.float32)
+    assert opened is not None
+    assert {weight.device.type for weight in named_weights(opened.causal_lm).values()} == {"meta"}
+
+
+def test_a_tied_model_may_store_its_head_as_well(model: Path) -> None:
+    rewrite(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert open_by_shards(model, torch.float32) is not None
+    assert load_policy_model(model, Ranks.single()).causal_lm.lm_head.weight is not None
+
+
+def test_the_settings_for_generation_come_along(model: Path) -> None:
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.7, "do_sample": True}))
+    loaded = load_policy_model(model, Ranks.single()).causal_lm
+    assert loaded.generation_config.temperature == load_model(model).generation_config.temperature == 0.7
+
+
+def test_a_missing_weight_is_refused(model: Path) -> None:
+    rewrite(model, lambda t: t.pop("model.norm.weight"))
+    assert open_by_shards(model, torch.float32) is None
+    with pytest.raises(ModelMismatchError, match=r"missing keys model\.norm\.weight"):
+        load_policy_model(model, Ranks.single())
+
+
+def test_a_weight_of_another_shape_is_refused(model: Path) -> None:
+    rewrite(model, lambda t: t.update({"model.norm.weight": torch.ones(15)}))
+    with pytest.raises(ModelMismatchError, match=r"model\.norm\.weight has shape \[15\], the model \[16\]"):
+        load_policy_model(model, Ranks.single())
+
+
+def test_a_file_that_is_cut_off_is_refused(model: Path) -> None:
+    whole = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="cannot load a causal language model"):
+        load_policy_model(model, Ranks.single())
+
+
+def test_a_file_that_the_index_names_and_that_is_missing_is_refused(tmp_path: Path) -> None:
+    tiny_causal_lm().save_pretrained(tmp_path, max_shard_size="4KB")
+    lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=lost.name):
+        load_policy_model(tmp_path, Ranks.single())
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        load_policy_model(tmp_path / "nowhere", Ranks.single())
+
+
+def test_experts_whose_names_transformers_converts_are_loaded_whole_and_right(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    original = Qwen3MoeForCausalLM(config)
+    original.save_pretrained(tmp_path)
+    assert open_by_shards(tmp_path, torch.float32) is None
+    loaded = load_policy_model(tmp_path, Ranks.single())
+    for name, weight in named_weights(loaded.causal_lm).items():
+        assert torch.equal(weight, named_weights(original)[name]), name
+
+
+def test_a_hub_name_is_found_in_the_cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "hub" / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    model.rename(repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    opened = open_by_shards("someone/tiny", torch.float32)
+    assert opened is not None and opened.causal_lm.config.name_or_path == "someone/tiny"
+    assert open_by_shards("someone/else", torch.float32) is None
