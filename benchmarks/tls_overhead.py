@@ -1,7 +1,9 @@
 """What TLS and a token with each call cost: every number is taken plain and secured in turn, in one run on one machine.
 
-* *control*: unary ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second; and messages per second of a
-  ``JoinPool`` stream of commands. The server is the project's own, with all its interceptors; its rates are set out of reach.
+* *control*: ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose limits are
+  set out of reach.
+* *commands*: messages of 1 KiB per second of one stream from a server that does nothing else: the bare cost of a message,
+  shown beside the others, because no run sends a thousandth as many.
 * *trajectories*: sequences of ``--tokens`` policy tokens per second from issue to pulled batch: a real orchestrator that
   journals before it acknowledges, a scripted replica that streams trajectories, a scripted trainer that pulls and publishes.
 * *weights*: GB/s of a snapshot from a real publisher, over gRPC (plain, TLS) and over ZeroMQ (plain, CURVE). Beside the
@@ -60,9 +62,10 @@ def main() -> None:
     parser.add_argument("--weights-mib", type=int, default=256, help="size of the snapshot (64 with --quick)")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        asyncio.run(_ROLES[options.role](options.port, options.tokens))
+        asyncio.run(_ROLES[options.role](options))
         return
     # Many short rounds: what else the machine does then hits both arms alike.
     rounds, seconds, mib = (12, 0.3, 64) if options.quick else (40, 0.5, options.weights_mib)
@@ -70,7 +73,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="millrace-tls-") as name:
         folder = Path(name)
         keys = Keyring.make(folder / "keys", RUN)
-        asyncio.run(_control(keys, rounds, seconds, measured))
+        asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
+        asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds, seconds, measured))
         asyncio.run(_weights(keys, folder, rounds, mib, measured))
         for number in range(3 if options.quick else 5):
             for arm in _in_turn(number):
@@ -81,7 +85,7 @@ def main() -> None:
                 )
                 _note(measured, "trajectories_per_s", arm, rate)
     found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
-    control = min(found[name]["ratio"] for name in ("unary_per_s", "commands_per_s"))
+    control = found["reports_per_s"]["ratio"]
     trajectories = found["trajectories_per_s"]
     report(
         "tls_overhead",
@@ -118,25 +122,66 @@ def _ratio(arms: dict[str, list[float]]) -> dict[str, float]:
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
-async def _control(keys: Keyring, rounds: int, seconds: float, measured: Measured) -> None:
+Measure = Callable[[Any, float], Awaitable[float]]
+
+
+async def _control(
+    role: str,
+    measure: Measure,
+    quantity: str,
+    keys: Keyring,
+    folder: Path,
+    rounds: int,
+    seconds: float,
+    found: Measured,
+) -> None:
+    """Both servers run all the time, and are measured in turn."""
     with ExitStack() as ended:
         channels = {}
         for arm in _ARMS:
-            port = free_port()
-            process = _spawn("control", port, keys if arm == "secured" else None)
+            port, held = free_port(), keys if arm == "secured" else None
+            place = folder / f"{role}-{arm}"
+            place.mkdir()
+            _write_recipe(place, port)
+            process = _spawn(role, port, held, place)
             ended.callback(kill, [process])
-            with identity.used(_holding(keys if arm == "secured" else None, Role.INFERENCE)):
+            with identity.used(_holding(held, Role.INFERENCE)):
                 channels[arm] = channel(f"127.0.0.1:{port}")
-        for arm in _ARMS:
-            await asyncio.wait_for(channels[arm].channel_ready(), 30.0)
+            with identity.used(_holding(held, Role.TRAINER)):
+                await _first_version(role, port)
+        joined = []
+        for each in channels.values():
+            welcome = asyncio.Event()
+            joined.append(asyncio.create_task(_stay(pool_pb2_grpc.PoolServiceStub(each), welcome)))
+            await asyncio.wait_for(welcome.wait(), 30.0)
         for number in range(-1, rounds):  # the first one warms up
-            for measure, quantity in ((_calls, "unary_per_s"), (_commands, "commands_per_s")):
-                for arm in _in_turn(number):
-                    rate = await measure(pool_pb2_grpc.PoolServiceStub(channels[arm]), seconds)
-                    if number >= 0:
-                        _note(measured, quantity, arm, rate)
+            for arm in _in_turn(number):
+                rate = await measure(pool_pb2_grpc.PoolServiceStub(channels[arm]), seconds)
+                if number >= 0:
+                    _note(found, quantity, arm, rate)
+        for task in joined:
+            task.cancel()
+        await asyncio.gather(*joined, return_exceptions=True)
         for each in channels.values():
             await each.close()
+
+
+async def _first_version(role: str, port: int) -> None:
+    """Real orchestrators only: a version for replicas to hold; also waits for the server."""
+    trainer = ScriptedTrainer(f"127.0.0.1:{port}")
+    if role == "control":
+        async with asyncio.timeout(60):
+            await trainer.join()
+            await trainer.publish(0)
+    await trainer.close()
+
+
+async def _stay(stub: Any, welcome: asyncio.Event) -> None:
+    """A member of the pool, whose reports count."""
+    hello = pool_pb2.JoinPoolRequest(replica_id="a", incarnation="1", num_slots=1)
+    async for _ in stub.JoinPool(hello, wait_for_ready=True):
+        welcome.set()
+        await asyncio.sleep(0.2)  # the server of commands would else keep this process busy
 
 
 async def _calls(stub: Any, seconds: float) -> float:
@@ -148,13 +193,14 @@ async def _calls(stub: Any, seconds: float) -> float:
             await stub.ReportReplica(request, timeout=5.0)
             count += 1
 
+    await stub.ReportReplica(request, timeout=20.0, wait_for_ready=True)
     begin = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     return count / (time.perf_counter() - begin)
 
 
 async def _commands(stub: Any, seconds: float) -> float:
-    call, count, begin = stub.JoinPool(pool_pb2.JoinPoolRequest(replica_id="a", incarnation="1", num_slots=1)), 0, 0.0
+    call, count, begin = stub.JoinPool(pool_pb2.JoinPoolRequest(replica_id="b"), wait_for_ready=True), 0, 0.0
     async for _ in call:
         begin = begin or time.perf_counter()
         count += 1
@@ -182,9 +228,6 @@ def _real_report() -> pool_pb2.ReportReplicaRequest:
 
 
 class _Pool(pool_pb2_grpc.PoolServiceServicer):
-    async def ReportReplica(self, request: Any, context: Any) -> pool_pb2.ReportReplicaResponse:
-        return pool_pb2.ReportReplicaResponse()
-
     async def JoinPool(self, request: Any, context: Any) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
         order = pool_pb2.RunTaskGroup(task_group_id="0123456789abcdef-00000001", indices=range(8))
         order.task.task_id, order.task.data_json = "42", json.dumps({"question": "x" * 800}).encode()
@@ -192,14 +235,23 @@ class _Pool(pool_pb2_grpc.PoolServiceServicer):
             yield pool_pb2.JoinPoolResponse(run_task_group=order)
 
 
-async def _serve_control(port: int, tokens: int) -> None:
+async def _serve_commands(options: argparse.Namespace) -> None:
     identity.configure(Role.ORCHESTRATOR)
-    limits.LIMITS["ReportReplica"] = limits.Limit(request_bytes=limits.MIB, calls_per_s=1e9, burst=1_000_000_000)
-    server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=port, run_id=RUN)
+    server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=options.port, run_id=RUN)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, _Pool(), "millrace.v1.PoolService")
     await server.start()
     server.set_ready()
     await server.wait_for_stop()
+
+
+async def _serve_control(options: argparse.Namespace) -> None:
+    """A real orchestrator, but for its limits."""
+    from services.orchestrator.app import main as orchestrate
+    from services.orchestrator.config import parse
+
+    identity.configure(Role.ORCHESTRATOR)
+    limits.LIMITS["ReportReplica"] = limits.Limit(request_bytes=limits.MIB, calls_per_s=1e9, burst=1_000_000_000)
+    await orchestrate(parse(["--run-dir", str(options.folder)]))
 
 
 # --- trajectories ----------------------------------------------------------------------------------------------------
@@ -230,9 +282,10 @@ async def _trajectories(keys: Keyring | None, folder: Path, tokens: int, seconds
         kill(processes)
 
 
-async def _play(port: int, tokens: int) -> None:
+async def _play(options: argparse.Namespace) -> None:
     identity.configure(Role.INFERENCE)
-    replica = ScriptedReplica(f"127.0.0.1:{port}", num_slots=1024, rollouts=Rollouts(num_tokens=tokens))
+    rollouts = Rollouts(num_tokens=options.tokens)
+    replica = ScriptedReplica(f"127.0.0.1:{options.port}", num_slots=1024, rollouts=rollouts)
     replica.start()
     await replica.drained.wait()
     await replica.close()
@@ -288,12 +341,17 @@ async def _fetched(publisher: Services, transport: str) -> float:
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-_ROLES: dict[str, Callable[[int, int], Awaitable[None]]] = {"control": _serve_control, "replica": _play}
+_ROLES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
+    "control": _serve_control,
+    "commands": _serve_commands,
+    "replica": _play,
+}
 
 
 def _spawn(role: str, port: int, keys: Keyring | None, folder: Path | None = None, tokens: int = 0) -> Any:
     command = [sys.executable, __file__, f"--role={role}", f"--port={port}", f"--tokens={tokens}"]
-    if folder is not None:
+    command += [f"--folder={folder}"] if folder is not None else []
+    if role == "orchestrator":
         command = [sys.executable, "-m", "services.orchestrator", "--run-dir", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
