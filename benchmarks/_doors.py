@@ -17,8 +17,8 @@ import aiohttp
 import grpc
 import zmq
 import zmq.asyncio
-from services.common.transfer.bulk_curve import speak_to
 
+from services.common.transfer.bulk_curve import speak_to
 from services.common.transfer.bulk_frames import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer
 
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
