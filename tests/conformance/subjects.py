@@ -137,8 +137,9 @@ class SharedSglang:
         return Subject(engine=engine, model=model, weights=named_weights(model), watches=True, cuts_in_turn=False)
 
 
-def sglang_engine(model: Path, weights: Mapping[str, Any], directory: Path, **changes: Any) -> Any:
-    """Not started, with two slots and the context of all subjects; ``changes`` are settings of the inference service."""
+def sglang_engine(model: Path, weights: Mapping[str, Any], directory: Path, number: int = 1, **changes: Any) -> Any:
+    """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
+    of the inference service."""
     from services.inference.engine.sglang.build import build_engine
 
     settings = {"engine": "sglang", "device": "cpu", "num_slots": NUM_SLOTS, **changes}
@@ -149,6 +150,7 @@ def sglang_engine(model: Path, weights: Mapping[str, Any], directory: Path, **ch
         context_length=CONTEXT,
         tensors=weights,
         directory=directory,
+        number=number,
     )
 
 

@@ -67,6 +67,32 @@ async def test_a_killed_server_is_started_again_with_the_version_held_and_its_re
     assert engine.health().ok
 
 
+async def test_two_servers_take_a_broadcast_in_mid_generation_and_one_goes_on_for_both(
+    build: Build, model: Any
+) -> None:
+    new = perturbed(model)
+    engine = await build(number=2, sglang={"update": "broadcast"})
+    await engine.start()
+    prompts = [make_prompt(20, seed) for seed in range(4)]
+    await asyncio.gather(
+        *(engine.generate(make_request(p, max_new_tokens=4)) for p in prompts)
+    )  # a first one takes long
+    pending = [asyncio.ensure_future(engine.generate(make_request(p, max_new_tokens=300))) for p in prompts]
+    await until_tokens(engine, 80)
+    assert await engine.update(WeightUpdate.full(named_weights(new), 1)) > 0
+    await until_tokens(engine, 80)
+    os.kill(server_pid(engine), signal.SIGKILL)
+    async with asyncio.timeout(150):
+        generations = await asyncio.gather(*pending)
+    seen = [[segment.weight_version for segment in generation.segments] for generation in generations]
+    assert [0, 1] in seen, "a broadcast reached a request in mid-generation"
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert len(generation.token_ids) == 300
+        for segment in generation.segments:
+            assert not segment.mixed_cache
+            assert max_gap([model, new][segment.weight_version], prompt, generation, segment) <= TOLERANCE
+
+
 async def test_a_model_path_that_is_not_there_is_named_before_any_server_starts(build: Build, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, InfrastructureError), match="no_such_model"):
         await (await build(str(tmp_path / "no_such_model"))).start()
