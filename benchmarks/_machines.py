@@ -88,7 +88,11 @@ class Machine:
         cwd: Path | None = None,
     ) -> subprocess.Popen[str]:
         """Start a command there, in the machine's checkout, its output and errors together."""
-        variables = {**os.environ, "PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", **(environment or {})}
+        # Of its own, because what lies in the host's is named by process ids, which here are others.
+        temporary = self.directory / "tmp"
+        temporary.mkdir(exist_ok=True)
+        variables = {**os.environ, "PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+        variables |= environment or {}
         arguments = [*self._enter(), f"--wd={cwd or self.checkout}", *command]
         return subprocess.Popen(
             arguments, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True

@@ -51,6 +51,8 @@ class Services:
     folder: Path
     keys: Keyring | None = None
     names: Sequence[str] = tuple(_MODULES)
+    weights_bytes: int = WEIGHTS_BYTES
+    digest: str = ""  # of the version that the publisher offers
     addresses: dict[str, str] = field(default_factory=dict)
     http: dict[str, str] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -123,7 +125,8 @@ class Services:
         await trainer.close()
 
     def _offer_weights(self) -> None:
-        path, _ = VersionMaker(model_specs(WEIGHTS_BYTES), self.folder, seed=1).write()
+        path, manifest = VersionMaker(model_specs(self.weights_bytes), self.folder, seed=1).write()
+        self.digest = manifest.digest
         pipe = self.processes["publisher"].stdin
         assert pipe is not None
         pipe.write(json.dumps({"add": str(path)}).encode() + b"\n")

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import warm_start_commands
 from services.common.config.loading import save_resolved, validate
 from services.common.errors import MillraceError
-from services.common.free_ports import free_ports
 from services.common.pb import run_pb2
 
 READY_S = 120.0
@@ -58,7 +58,7 @@ class World:
         self.switches = self.folder / "switches"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         names = ("orchestrator", "gateway", "gateway-proxy", "proxy", "redis")
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.ports = {name: _own_port() for name in names}
         self.run_dir.mkdir()
         self.switches.mkdir()
         if shape.small_disk:
@@ -98,18 +98,23 @@ class World:
                 "trainer", sys.executable, str(HERE / "stalls.py"), "--trainer", f"{address}/{self.shape.train_s}"
             )
 
-    def wait_until_healthy(self, versions: int = 3, seconds: float = 9.0) -> None:
-        """So many versions and seconds into the run, with nothing that stands still: what is normal has been seen."""
+    def wait_until_healthy(self, versions: int = 3, seconds: float = 9.0) -> set[tuple[str, str]]:
+        """So many versions and seconds into the run, with nothing that stands still: what is normal has been seen.
+
+        Returns what was named meanwhile.
+        """
         deadline, since = time.monotonic() + READY_S, None
+        told: set[tuple[str, str]] = set()
         while True:
             progress = self.progress()
             version = progress.policies[0].version if progress is not None else -1
+            told |= {(s.component, s.cause) for s in progress.stalls} if progress is not None else set()
             if progress is None or version < versions or progress.stalls:
                 since = None
             elif since is None:
                 since = time.monotonic()
             elif time.monotonic() - since > seconds:
-                return
+                return told
             if time.monotonic() > deadline:
                 stalls = [f"{s.component} {s.cause}" for s in progress.stalls] if progress is not None else "no answer"
                 raise RuntimeError(
@@ -262,6 +267,19 @@ class World:
             tree["warm_start"] = {"model0": {"builder": "recipes.quickstart.model:build", "steps": 0}}
             tree["inference"]["a"] |= {"engine": "torch", "device": "cpu"}
         return _merged(tree, self.shape.settings)
+
+
+_GIVEN: set[int] = set()  # to a world of this process, whether it has taken it yet or not
+
+
+def _own_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
 
 
 def _merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 The real orchestrator, a real inference service with the scripted engine (so that nothing hides the bookkeeping behind a
 model), real gRPC, every record journaled; a scripted trainer pulls batches of 256 and publishes at once. *With*:
 `rollout.timing` as it is by default, several phases for each rollout. *Without*: `rollout.timing=false`. Interleaved, from
-the second batch on. Also bytes of journal per sequence, and microseconds per phase of a rollout's clock.
+the second batch on. Also processor time of orchestrator and replica per sequence, which tells more than throughput does on
+a machine that others use, too; bytes of journal per sequence; microseconds per phase of a rollout's clock; and microseconds
+that one record takes from its rollout's clock over the wire into the journal's line, alone in this process (best of many).
 
 Two workloads: `at once` (the engine answers at once: the worst case, all that is done is bookkeeping) and `paced` (each
 request takes as long as 200 tokens at 400 per second: where rollouts wait for tokens, as they do).
@@ -16,18 +18,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
 from _peers import ScriptedTrainer
 from _processes import free_port, kill, orchestrator, spawn
 from _report import median_and_spread, report
 
 from services.common.config.loading import save_resolved, validate
+from services.common.pb import trajectory_pb2
+from services.common.serde import trajectory_from_proto, trajectory_to_proto
+from services.common.types import Segment, Sequence, StopReason, Trajectory
 from services.inference.timing import RolloutClock
+from services.orchestrator.journal.records import trajectory_to_json
 
 GROUP_SIZE = 8
 BATCH = 256
@@ -44,11 +53,13 @@ def main() -> None:
     seconds, repeats = (2.0, 2) if options.quick else (4.0, 3)
     rates: dict[tuple[str, bool], list[float]] = {}
     sizes: dict[bool, list[float]] = {True: [], False: []}
+    cpu: dict[tuple[str, bool], list[float]] = {}
     for repeat in range(repeats):
         for name, tokens_per_s in WORKLOADS.items():
             for timing in (True, False) if repeat % 2 else (False, True):  # a busy machine slows both
-                rate, size = _measure(timing, tokens_per_s, seconds, options.seed)
+                rate, cpu_us, size = _measure(timing, tokens_per_s, seconds, options.seed)
                 rates.setdefault((name, timing), []).append(rate)
+                cpu.setdefault((name, timing), []).append(cpu_us)
                 sizes[timing].append(size)
     results: dict[str, Any] = {}
     for name in WORKLOADS:
@@ -59,6 +70,9 @@ def main() -> None:
             "without": without,
             "ratio": with_it / without,
             "spread": max(spread, other_spread),
+            "cpu_us_with": median_and_spread(cpu[name, True])[0],
+            "cpu_us_without": median_and_spread(cpu[name, False])[0],
+            "cpu_spread": max(median_and_spread(cpu[name, timing])[1] for timing in (True, False)),
         }
     worst = results["at_once"]
     report(
@@ -68,10 +82,15 @@ def main() -> None:
         worst["ratio"],
         worst["spread"],
         unit="sequences of 200 tokens per second",
+        cpu_us_with=worst["cpu_us_with"],
+        cpu_us_without=worst["cpu_us_without"],
+        cpu_spread=worst["cpu_spread"],
         paced=results["paced"],
         journal_bytes_with=median_and_spread(sizes[True])[0],
         journal_bytes_without=median_and_spread(sizes[False])[0],
         phase_us=_phase_us(),
+        record_us_with=_record_us(True),
+        record_us_without=_record_us(False),
         repeats=repeats,
         seconds=seconds,
     )
@@ -95,8 +114,34 @@ def _phase_us() -> float:
     return best * 1e6
 
 
-def _measure(timing: bool, tokens_per_s: float, seconds: float, seed: int) -> tuple[float, float]:
-    """Sequences per second, and bytes of journal per sequence."""
+def _record_us(timing: bool) -> float:
+    """One single-turn record of 200 tokens: clock, to the wire, from the wire, to a line of the journal."""
+    random = np.random.default_rng(7)
+    said = Segment.policy(random.integers(0, 50_000, NUM_TOKENS), -random.random(NUM_TOKENS), 3)
+    sequence = Sequence(policy="model0", segments=(said,), reward=1.0, stop_reason=StopReason.STOP)
+
+    def once() -> None:
+        clock = RolloutClock(time.time(), enabled=timing)
+        with clock.phase("generate", "model0") as phase:
+            phase.segments = (said,)
+        made = Trajectory(
+            task_group_id="abc123-00000001", index=0, sequences=(sequence,), reward=1.0, timing=clock.timing()
+        )
+        wire = trajectory_to_proto(made).SerializeToString()
+        read = trajectory_from_proto(trajectory_pb2.Trajectory.FromString(wire))
+        orjson.dumps(trajectory_to_json(read), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    number, best = 500, float("inf")
+    for _ in range(20):
+        begin = time.process_time()
+        for _ in range(number):
+            once()
+        best = min(best, (time.process_time() - begin) / number)
+    return best * 1e6
+
+
+def _measure(timing: bool, tokens_per_s: float, seconds: float, seed: int) -> tuple[float, float, float]:
+    """Sequences per second, microseconds of processor time and bytes of journal per sequence."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, timing, tokens_per_s, seed)
@@ -104,29 +149,38 @@ def _measure(timing: bool, tokens_per_s: float, seconds: float, seed: int) -> tu
         replica = [sys.executable, "-m", "services.inference", "--name", "a", "--orchestrator", address]
         processes = [orchestrator(folder), spawn(replica, PYTHONPATH=f"{Path.cwd()}:{Path(__file__).parent}")]
         try:
-            rate = asyncio.run(_throughput(address, seconds))
-            return rate, _bytes_per_sequence(Path(folder))
+            rate, cpu_us = asyncio.run(_throughput(address, seconds, [process.pid for process in processes]))
+            return rate, cpu_us, _bytes_per_sequence(Path(folder))
         finally:
             kill(processes)
 
 
-async def _throughput(address: str, seconds: float) -> float:
+async def _throughput(address: str, seconds: float, pids: list[int]) -> tuple[float, float]:
     trainer = ScriptedTrainer(address)
     try:
         async with asyncio.timeout(60):
             await trainer.join()
             await trainer.publish(0)
-        count, begin, step = 0, 0.0, 0
+        count, begin, step, cpu_s = 0, 0.0, 0, 0.0
         while not begin or time.perf_counter() - begin < seconds:
             step += 1
             pulled = await trainer.pull(step)
             count += len(pulled.sequences)
             await trainer.publish(step)
             if step == WARM_UP:
-                count, begin = 0, time.perf_counter()
-        return count / (time.perf_counter() - begin)
+                count, begin, cpu_s = 0, time.perf_counter(), _cpu_s(pids)
+        return count / (time.perf_counter() - begin), (_cpu_s(pids) - cpu_s) / count * 1e6
     finally:
         await trainer.close()
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Processor time of these processes, all threads, user and system."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _bytes_per_sequence(run_dir: Path) -> float:

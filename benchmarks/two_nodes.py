@@ -29,16 +29,15 @@ from benchmarks._report import report
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 
 LEASE_S = 5.0
-AWAY_S = 10.0
-THERE_S = 4.0  # between two losses
 
 
 class Losses:
     """What is measured of each loss."""
 
-    def __init__(self, run: TwoNodeRun, away_s: float) -> None:
+    def __init__(self, run: TwoNodeRun, away_s: float, there_s: float) -> None:
         self.run = run
         self.away_s = away_s
+        self.there_s = there_s
         self.going_on_s: list[float] = []
         self.given_away_s: list[float] = []
         self.back_s: list[float] = []
@@ -60,7 +59,7 @@ class Losses:
         """Called when node 1 may be there again."""
         self.back_s.append(self.run.wait_for_more("a"))
         print(f"{how}: a brings a trajectory {self.back_s[-1]:.1f} s after the return")
-        time.sleep(THERE_S)
+        time.sleep(self.there_s)
 
     def _num_expired(self) -> int:
         return len(
@@ -77,7 +76,7 @@ def measure(directory: Path, rounds: int) -> None:
             joined_s = run.wait_for(lambda: run.trajectories()["a"] > 0, "the first trajectory of a")
             print(f"a brings its first trajectory {joined_s:.1f} s after the command was pasted")
             run.wait_for(lambda: run.trajectories()["b"] > 0, "a trajectory of b")
-            losses = Losses(run, AWAY_S)
+            losses = Losses(run, away_s=LEASE_S + (2.0 if rounds == 1 else 7.0), there_s=2.0)
             for _ in range(rounds):
                 machines.unplug()
                 losses.lost("cable out")

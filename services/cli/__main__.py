@@ -101,7 +101,11 @@ def check(
     if show:
         import yaml
 
-        typer.echo(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+        from services.common.redaction import without_passwords
+
+        typer.echo(
+            yaml.safe_dump(without_passwords(resolved.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+        )
     console.print(describe(resolved))
 
 

@@ -65,21 +65,24 @@ def _make_once(recipe: Recipe, folder: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)  # nothing is there when it was renamed
 
 
-def renew_in_time(keys: Path) -> None:
-    """New certificates and tokens for a run that goes on, when its own would not last ``RENEWED_WITHIN_S`` any more.
+def renew_in_time(keys: Path | None) -> bool:
+    """New certificates and tokens for a run that goes on, when its own would not last ``RENEWED_WITHIN_S`` any more;
+    whether there are some now.
 
     Keys that were copied here can only be renewed where they were made.
     """
+    if keys is None:
+        return False
     from services.cli.keyring import CA_KEY, Keyring
 
     if not (keys / CA_KEY).exists():
-        return
+        return False
     ring = Keyring(keys)
-    if (
-        min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
-        < time.time() + RENEWED_WITHIN_S
-    ):
-        ring.renew()
+    ends_at = min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
+    if ends_at > time.time() + RENEWED_WITHIN_S:
+        return False
+    ring.renew()
+    return True
 
 
 def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:

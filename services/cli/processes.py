@@ -67,14 +67,17 @@ class Processes:
     def wait_ready(
         self, timeout_s: float, tick: Callable[[], None] = lambda: None, without: Collection[str] = ()
     ) -> None:
-        """Wait until every process but those named says SERVING; raises ``DeadlineError`` naming who did not."""
+        """Wait until every process but those named says SERVING, or has left with 0 as when the run is stopped meanwhile.
+
+        Raises ``DeadlineError`` naming who did not.
+        """
         deadline = time.monotonic() + timeout_s
         pending = {name: process for name, process in self._running.items() if name not in without}
         while pending:
-            self.watch()
-            for name in [n for n, p in pending.items() if is_serving(p.spec.address)]:
+            left = self.watch()
+            for name in [n for n, p in pending.items() if n in left or is_serving(p.spec.address)]:
                 del pending[name]
-                log.info("process.ready", process=name)
+                log.info("process.left" if name in left else "process.ready", process=name)
             if pending and time.monotonic() > deadline:
                 names = ", ".join(sorted(pending))
                 first = next(iter(pending.values()))

@@ -41,6 +41,7 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 FINISH_TIMEOUT_S = 60.0
+KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,8 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     """
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
+    renew_in_time(keys)
     if keys is not None:
-        renew_in_time(keys)
         write_bundles(recipe, run_dir, keys)
     operate(keys)
     begun = time.monotonic()
@@ -103,7 +104,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         _start(recipe, run_dir, keys, processes, console, stop, shared)
         if not shared:
             _tell_other_nodes(recipe, run_dir, console)
-        _follow(recipe, processes, console, stop)
+        _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
     finally:
@@ -151,19 +152,29 @@ def _start(
         processes.start(spec)
     _write_pids(run_dir, processes)
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check, later)
+        processes.wait_ready(recipe.ready_timeout_s, stop.check, later)
     ready = [spec for spec in specs if spec.name not in later]
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
 
 
-def _follow(recipe: Recipe, processes: Processes, console: Console, stop: StopSignal) -> None:
+def _follow(
+    recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
+) -> None:
     client = OrchestratorClient(orchestrator_address(recipe))
+    keys_looked_at = time.monotonic()
     silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
                 stop.check()
+                if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
+                    keys_looked_at = time.monotonic()
+                    if keys is not None and renew_in_time(keys):  # processes here take new keys up by themselves
+                        write_bundles(recipe, run_dir, keys)
+                        operate(keys)
+                        client.close()
+                        client = OrchestratorClient(client.address)
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told

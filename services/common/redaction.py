@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 HIDDEN = "[hidden]"
 
 # What a text must have to be worth a closer look: most have none of these.
 _HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
+_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@")
 _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
     (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}(?:~[\w-]+)?"), HIDDEN),  # a JWT, and the session that may follow it
@@ -18,8 +20,17 @@ _SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@"), rf"\1{HIDDEN}@"),
+    (_PASSWORD, rf"\1{HIDDEN}@"),
 )
+
+
+def without_passwords(tree: Any) -> Any:
+    """Settings as they may be shown: user and password of every address are hidden, however deep it lies."""
+    if isinstance(tree, dict):
+        return {key: without_passwords(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [without_passwords(value) for value in tree]
+    return _PASSWORD.sub(rf"\1{HIDDEN}@", tree) if isinstance(tree, str) else tree
 
 
 def redacted(text: str) -> str:

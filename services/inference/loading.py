@@ -190,9 +190,11 @@ def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> Lo
     """A policy whose engine follows the published versions."""
     from services.inference.weights.fetcher import SourceFetcher
     from services.inference.weights.relay import Relay
-    from services.inference.weights.updater import WeightUpdater
+    from services.inference.weights.updater import UP_TO_DATE, WeightUpdater
 
     relay = Relay(mirror)
     transports = settings.recipe.policies[served.name].weights.transports
-    fetcher = SourceFetcher(lambda: settings.run_id, transports, relay)
-    return LoadedPolicy(served=served, weights=WeightUpdater(mirror, served.engine, fetcher), relay=relay)
+    account = TimeAccount(f"weights/{mirror.policy}", rest=UP_TO_DATE)
+    fetcher = SourceFetcher(lambda: settings.run_id, transports, relay, on_bytes=account.beat)
+    updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
+    return LoadedPolicy(served=served, weights=updater, relay=relay)

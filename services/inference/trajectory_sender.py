@@ -24,6 +24,7 @@ from services.common.aio import backoff, deadline
 from services.common.errors import MillraceError
 from services.common.pb import pool_pb2
 from services.common.rpc.channel import translated_errors
+from services.common.rpc.limits import limit_of
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import failure_to_proto, trajectory_to_proto
 from services.common.types import RolloutFailure, Trajectory
@@ -31,6 +32,9 @@ from services.common.types import RolloutFailure, Trajectory
 log = structlog.get_logger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
+# Room for the record's number, which is set when it is sent.
+MOST_RECORD_BYTES = limit_of("StreamTrajectories").request_bytes - 64
+TOO_LARGE = "RECORD_TOO_LARGE"
 NOTHING = Activity("nothing to send")
 
 Request = pool_pb2.StreamTrajectoriesRequest
@@ -73,8 +77,11 @@ class TrajectorySender:
         request = Request(replica_id=self._replica_id, incarnation=self._incarnation)
         if isinstance(record, Trajectory):
             request.trajectory.CopyFrom(trajectory_to_proto(record))
-        else:
-            request.failure.CopyFrom(failure_to_proto(record))
+            if (size := request.ByteSize()) > MOST_RECORD_BYTES:
+                # The orchestrator would refuse it, and what is refused is sent again, for ever.
+                record = _too_large(record, size)
+        if isinstance(record, RolloutFailure):
+            request.failure.CopyFrom(failure_to_proto(record))  # in place of the trajectory: one of two is set
         self._waiting.append(request)
         self._empty.clear()
         self._changed.set()
@@ -172,3 +179,14 @@ def _note_sending(request: Request) -> None:
     if record.HasField("timing"):
         record.timing.sent_at.FromNanoseconds(time.time_ns())
         record.timing.num_sends += 1
+
+
+def _too_large(trajectory: Trajectory, size: int) -> RolloutFailure:
+    log.error("trajectories.too_large", task_group=trajectory.task_group_id, index=trajectory.index, size_bytes=size)
+    return RolloutFailure(
+        task_group_id=trajectory.task_group_id,
+        index=trajectory.index,
+        reason=TOO_LARGE,
+        detail=f"the trajectory has {size} bytes; at most {MOST_RECORD_BYTES} can be sent: shorten what a rollout may hold",
+        replica_id=trajectory.replica_id,
+    )

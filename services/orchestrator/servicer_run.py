@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import orjson
 
 from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.redaction import without_passwords
 from services.common.serde_accounts import account_to_proto
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
@@ -36,7 +38,8 @@ _STATE = {
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._config_json = ring.recipe.model_dump_json()
+        # Without passwords: who may look at a run need not reach its Redis. The gateway reads the file itself.
+        self._config_json = orjson.dumps(without_passwords(ring.recipe.model_dump(mode="json"))).decode()
         self.closing = asyncio.Event()
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: Context) -> run_pb2.GetRunResponse:

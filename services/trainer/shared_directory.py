@@ -15,7 +15,7 @@ from services.common.errors import ConfigError
 from services.trainer.host_group import HostGroup
 from services.trainer.sharding import Ranks
 
-APPEAR_S = 10.0  # network file systems show a new file late
+APPEAR_S = 5.0  # network file systems show a new file late
 POLL_S = 0.1
 _MARK = ".seen-by-all-"
 

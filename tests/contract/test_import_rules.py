@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "sglang")
+HEAVY = ("torch", "transformers", "sglang", "jwt")  # the last one, with what checks keys, only in processes with keys
 # What `--help`, a bad flag and every other process must not wait for.
 LIGHT_MODULES = [
     "services.orchestrator.app",

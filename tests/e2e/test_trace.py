@@ -64,7 +64,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("trace") / "run"
     orchestrator = Orchestrator(
         directory,
-        run__steps=NUM_STEPS,
+        run__steps=NUM_STEPS + 100,  # it does not end by itself: both are there when they are asked
         evaluation={"at_start": False, "at_end": False},
         policies={
             "model0": {"model": {"path": "unused", "context_length": 512}, "batch": {"size": SLOTS, "max_staleness": 1}}

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from services.common.errors import AccessError, PermissionDeniedError
 from services.common.http.answers import json_answer
+from services.common.security.caller import caller
 from services.common.security.identity import Identity
 
 log = structlog.get_logger()
@@ -31,7 +32,7 @@ def plainly(error: AccessError, status: int) -> web.StreamResponse:
 
 def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown) -> Any:
     """A middleware: 401 for who is not known, 403 for who may not use this group of routes (``permissions.HTTP``)."""
-    from services.common.security.caller import Gatekeeper, caller, permit  # and cryptography: for those with keys only
+    from services.common.security.gatekeeper import Gatekeeper, permit  # and cryptography: for those with keys only
 
     gatekeeper = Gatekeeper(who)
 

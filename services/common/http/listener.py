@@ -7,8 +7,10 @@ import errno
 import structlog
 from aiohttp import web
 
+from services.common.aio import TaskOwner
 from services.common.errors import ConfigError
 from services.common.http.authentication import Refuse, Shown, authenticated, authorization, plainly
+from services.common.http.limits import Patience, body_in_time, rate_limited
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.security.tls import server_context
@@ -42,11 +44,16 @@ class Listener:
         ``refuse`` writes the refusal as the routes write theirs."""
         self._identity = identity.current()
         check_bind(name, host, self._identity)
+        application.middlewares.insert(0, rate_limited())
         if self._identity is not None:
             application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown))
+        application.middlewares.append(body_in_time())
         self._runner = web.AppRunner(
             application, handler_cancellation=leaving_cancels, access_log=None, shutdown_timeout=_STOP_S
         )
+        self._patience = Patience(self._runner)
+        application.middlewares.insert(0, self._patience.heard())
+        self._tasks = TaskOwner()
         self._host = host
         self._reuse_port = reuse_port
         self._name = name
@@ -80,8 +87,10 @@ class Listener:
                 f"another with {self._setting} in the recipe (0 takes a free one)"
             ) from None
         self.port = self._runner.addresses[0][1]
+        self._tasks.start(self._patience.watch(), f"silent clients of {self._name}")
         log.info("http.listening", name=self._name, address=f"{self._host}:{self.port}", tls=self.is_secure)
         return self.port
 
     async def stop(self) -> None:
+        await self._tasks.close()
         await self._runner.cleanup()

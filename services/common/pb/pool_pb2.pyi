@@ -479,7 +479,7 @@ class ReportReplicaRequest(google.protobuf.message.Message):
 
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Other numbers, such as swap_pause_s or waiting shares."""
+        """Other numbers, such as swap_pause_s."""
 
     @property
     def weight_transfers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.weights_pb2.WeightTransfer]:

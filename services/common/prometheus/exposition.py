@@ -106,10 +106,13 @@ class MetricsServer:
         assert self._target is not None
         now = self._status()
         labels = {"service": now.service, "instance": self._name, "run": now.run_id}
+        if self._listener.is_secure:
+            labels["__scheme__"] = "https"
+        host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             partial = self._target.with_suffix(".partial")
-            partial.write_text(json.dumps([{"targets": [f"{self._host}:{port}"], "labels": labels}]))
+            partial.write_text(json.dumps([{"targets": [f"{host}:{port}"], "labels": labels}]))
             partial.replace(self._target)
         except OSError as error:
             log.warning("metrics.target_not_written", path=str(self._target), error=str(error))

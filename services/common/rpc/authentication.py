@@ -10,7 +10,8 @@ import grpc
 
 from services.common.errors import AccessError, InfrastructureError
 from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
-from services.common.security.caller import Caller, Gatekeeper, caller, permit
+from services.common.security.caller import Caller, caller
+from services.common.security.gatekeeper import Gatekeeper, permit
 from services.common.security.identity import Identity
 
 AUTHORIZATION = "authorization"
@@ -58,16 +59,17 @@ class AuthInterceptor(CallInterceptor):
     def _streaming(self, method: str, behaviour: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> None:
             found = self._identify(method, context)
-            left_s = max(0.0, found.ends_at - self._clock())
             # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
             ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
+            ending = _Ending(context, max(0.0, found.ends_at - self._clock()), ended)
             try:
-                async with asyncio.timeout(left_s) as limit:
-                    await written(behaviour, request, _Ending(context, limit, ended))
-            except TimeoutError:
-                if not limit.expired():
+                await written(behaviour, request, ending)
+            except asyncio.CancelledError:
+                if not ending.cancelled_it():
                     raise
                 raise ended from None
+            finally:
+                ending.over()
 
         return wrapped
 
@@ -85,21 +87,44 @@ class AuthInterceptor(CallInterceptor):
 
 
 class _Ending:
-    """The context of a stream that a time limit ends, but never within a write: after a write that was cancelled,
-    grpc.aio can send no status any more, and the caller would wait for ever."""
+    """The context of a stream that ends after a time, but never within a write: after a write that was cancelled,
+    grpc.aio can send no status any more, and the caller would wait for ever.
 
-    def __init__(self, context: Context, limit: asyncio.Timeout, ended: InfrastructureError) -> None:
+    One timer for the stream and two flags for each write: streams carry thousands of messages a second.
+    """
+
+    def __init__(self, context: Context, left_s: float, ended: InfrastructureError) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a call is a task"
+        self._task = task
         self._context = context
-        self._limit = limit
         self._ended = ended
-        self._ends_at = limit.when() or 0.0  # of the event loop's clock
+        self._writing = False
+        self._is_due = False
+        self._cancelled = False
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._due)
 
     async def write(self, message: object) -> None:
-        self._limit.reschedule(None)
-        await self._context.write(message)
-        self._limit.reschedule(self._ends_at)
-        if asyncio.get_running_loop().time() >= self._ends_at:
+        self._writing = True
+        try:
+            await self._context.write(message)
+        finally:
+            self._writing = False
+        if self._is_due:
             raise self._ended
+
+    def _due(self) -> None:
+        self._is_due = True
+        if not self._writing:
+            self._cancelled = True
+            self._task.cancel()
+
+    def cancelled_it(self) -> bool:
+        """Whether the cancellation that came was the timer's, and nobody else's."""
+        return self._cancelled and self._task.uncancel() == 0
+
+    def over(self) -> None:
+        self._timer.cancel()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

@@ -13,7 +13,7 @@ def check_bind(what: str, host: str, identity: Identity | None, run_id: str = ""
     if identity is None and not is_loopback(host):
         raise ConfigError(
             f"{what} may not bind {host} without keys, because then it would take in whoever calls: make them with "
-            f"`millrace keys` and set {VARIABLE} to their directory, or write host: 127.0.0.1"
+            f"`millrace keys` and set {VARIABLE} to their directory, or bind loopback with host: 127.0.0.1"
         )
     if identity is not None and run_id and identity.run != run_id:
         raise ConfigError(

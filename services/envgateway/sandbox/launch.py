@@ -177,5 +177,12 @@ def _remove_directories_of_the_dead() -> None:
     """Work dirs of gateways that were killed. Their names carry the gateway's pid."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)
-        if match and not os.path.exists(f"/proc/{match[1]}") and path.lstat().st_uid == os.getuid():
+        if match and not os.path.exists(f"/proc/{match[1]}") and _is_ours(path):
             remove_tree(str(path))
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid()
+    except FileNotFoundError:  # another gateway that starts now was quicker
+        return False

@@ -26,7 +26,15 @@ log = structlog.get_logger()
 class SourceFetcher:
     """One policy of one replica. Remembers how fast the links to its sources are."""
 
-    def __init__(self, run_id: Callable[[], str], transports: Sequence[str] = TRANSPORTS, relay: Relay | None = None):
+    def __init__(
+        self,
+        run_id: Callable[[], str],
+        transports: Sequence[str] = TRANSPORTS,
+        relay: Relay | None = None,
+        on_bytes: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_bytes`` is called whenever some of a payload have come."""
+        self._on_bytes = on_bytes
         self._run_id = run_id
         self._transports = tuple(transports)
         self._relay = relay
@@ -64,7 +72,7 @@ class SourceFetcher:
         self, address: str, wanted: WeightVersion, base: BaseVersion | None, plan: FetchPlan | None
     ) -> Fetched:
         async def bring(source: WeightSource, payload: Payload, data: memoryview) -> tuple[str, ...]:
-            incoming = Incoming(payload, data)
+            incoming = Incoming(payload, data, self._on_bytes)
             if self._relay is not None:
                 self._relay.receive(incoming)
             try:

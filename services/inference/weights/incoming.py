@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -17,11 +18,13 @@ PROGRESS_TIMEOUT_S = 20.0  # below the 30 s after which a receiver gives a silen
 class Incoming:
     """Room for the payload, and how far each stripe of it has come."""
 
-    def __init__(self, payload: Payload, data: memoryview) -> None:
+    def __init__(self, payload: Payload, data: memoryview, on_bytes: Callable[[], None] = lambda: None) -> None:
+        """``on_bytes`` is called whenever some have come."""
         self.payload = payload
         self.data = data
         self._stripes: list[ByteRange] = []
         self._failed = False
+        self._on_bytes = on_bytes
         self._progress = asyncio.Event()
 
     def stripe(self, start: int, end: int) -> ByteRange:
@@ -62,6 +65,7 @@ class Incoming:
         return num_readable
 
     def _received(self, offset: int) -> None:
+        self._on_bytes()
         # Everybody who waits looks again; a new event for whoever waits after that.
         self._progress.set()
         self._progress = asyncio.Event()

@@ -18,6 +18,9 @@ UP_TO_DATE = "up to date"
 HEARD_S = 9.0  # without a report: then silence is what is wrong
 CPU_SHARE = 0.2  # of a trainer's main thread, above which it computes, however long a micro-batch takes
 CPU_TIMES = 6.0
+WEIGHTS = "/weights/"
+# What may well take longer than a minute the first time: a checkpoint of many gigabytes, an agent outside that works.
+LONG_S = {"checkpointing": 600.0, "running the workflow": 300.0}
 RECORDS_S = 15.0  # before anything was learnt about how soon records are acknowledged
 # What is done or awaited for as long as the run likes: nothing is due.
 RESTING = frozenset(
@@ -125,10 +128,13 @@ def stuck_waits(facts: Facts, patience: Patience) -> Iterator[Finding]:
                 continue
             key = ("ends", account.component, activity.name, activity.on)
             patience.allow(key, activity.longest_done_s, facts.now)
-            since = patience.overdue(key, activity.num_done, facts.now, due=activity.num_now > 0)
+            # A fetch has bytes for a pulse; elsewhere progress is of other things.
+            pulse = (activity.num_done, account.progress if WEIGHTS in account.component else 0)
+            unknown_s = LONG_S.get(activity.name)
+            since = patience.overdue(key, pulse, facts.now, due=activity.num_now > 0, unknown_s=unknown_s)
             # What was begun lately may take its time, though none of it has ended for long.
             grace_s = _gateway_grace_s(facts) if activity.on == GATEWAY else 0.0
-            if since is not None and activity.longest_now_s > patience.limit(key, facts.now) + grace_s:
+            if since is not None and activity.longest_now_s > patience.limit(key, facts.now, unknown_s) + grace_s:
                 yield _stuck(account, activity, facts)
 
 
@@ -142,7 +148,7 @@ def _gateway_grace_s(facts: Facts) -> float:
 
 def _stuck(account: AccountState, activity: ActivityTime, facts: Facts) -> Finding:
     component, cause = account.component, Cause.STUCK
-    if "/weights/" in component:
+    if WEIGHTS in component:
         cause = Cause.WEIGHTS_NOT_ARRIVING
     elif component.endswith("/records"):
         cause = Cause.NOT_ACKNOWLEDGED

@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import pool_pb2_grpc
 from services.common.rpc.channel import channel
-from services.common.types import RolloutFailure, RolloutTiming
-from services.inference.trajectory_sender import TrajectorySender
+from services.common.types import RolloutFailure, RolloutTiming, Segment, Sequence, StopReason, Trajectory
+from services.inference.trajectory_sender import TOO_LARGE, TrajectorySender
 from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
 
 
@@ -117,3 +118,17 @@ async def test_a_record_says_when_it_was_sent_and_how_often(orchestrator: FakeOr
     assert begin <= first.timing.sent_at.ToNanoseconds() / 1e9 <= again.timing.sent_at.ToNanoseconds() / 1e9
     assert again.timing.accepted_at.ToSeconds() == 1
     assert not untimed.HasField("timing")
+
+
+async def test_a_trajectory_that_no_message_holds_becomes_a_failure_of_its_slot(orchestrator: FakeOrchestrator) -> None:
+    """600,000 tokens with their log-probabilities are more than 4 MiB."""
+    many = np.zeros(600_000, dtype=np.int32)
+    segment = Segment.policy(many, many.astype(np.float32), 0)
+    sequence = Sequence(policy="model0", segments=(segment,), reward=1.0, stop_reason=StopReason.STOP)
+    async with sending(orchestrator) as sender:
+        await sender.send(Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=1.0))
+        await sender.send(failure(1))
+        await sender.wait_until_acknowledged(10.0)
+    assert indices_of(orchestrator.slots) == [0, 1]
+    assert [record.failure.reason for record in orchestrator.records] == [TOO_LARGE, "TEST"]
+    assert "bytes; at most 4194240" in orchestrator.records[0].failure.detail

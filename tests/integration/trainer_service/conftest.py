@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def make_orchestrator(tmp_path: Path, model: Path) -> AsyncIterator[MakeOrchestrator]:
     """Starts orchestrators and stops them; keywords are those of ``building.recipe``."""
     made: list[FakeOrchestrator] = []
+    run_id = f"test-{uuid.uuid4().hex[:12]}"  # of this test alone: its snapshots lie in a directory that all share
 
     async def make(path: Path = model, **sections: Any) -> FakeOrchestrator:
+        sections["run"] = {"id": run_id} | sections.get("run", {})
         orchestrator = FakeOrchestrator(recipe(path, **sections), tmp_path / f"run{len(made)}")
         made.append(orchestrator)
         await orchestrator.serve()

@@ -1,4 +1,7 @@
-"""A trainer over two nodes, both on this machine: it trains what one rank trains, and heals when a node is lost."""
+"""A trainer over two nodes, both on this machine: what the one says when something happens to the other.
+
+That two nodes compute what one rank computes is shown by the gradient tests, and that they come back by the e2e tests.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from services.trainer.peers import START_AGAIN
 from tests.integration.trainer.launching import free_port
@@ -56,37 +57,20 @@ def errors(nodes: Nodes) -> str:
     return "\n".join(f"--- {node.name}\n{node.errors}" for node in nodes)
 
 
-async def test_two_nodes_train_what_one_rank_trains_and_resume_when_a_rank_is_killed(
-    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes], trainers: Callable[..., TrainerProcess]
+async def test_a_killed_rank_is_told_to_the_other_node_which_asks_to_be_started_again(
+    make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
 ) -> None:
-    alone = await make_orchestrator(run={"steps": 4})
-    one = trainers(alone)
-    one.start()
-    assert await one.wait() == 0, one.errors
-
+    """The other waits for a batch meanwhile, and takes part in nothing that could fail."""
     orchestrator = await make_orchestrator(run={"steps": 4})
-    orchestrator.held_step = 4
+    orchestrator.held_step = 2
     both = nodes(orchestrator, [orchestrator.run_dir] * 2)
     start(both)
-    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
     [rank] = rank_pids(both[1])
-    os.kill(rank, signal.SIGKILL)  # the other waits for a batch, and takes part in nothing that could fail
+    os.kill(rank, signal.SIGKILL)
     assert await codes(both) == [START_AGAIN, -signal.SIGKILL], errors(both)
     assert "trainer: the ranks of node 1 have died; the ranks of this node are ended" in both[0].errors
-    orchestrator.held_step = None
-    orchestrator.pulls.clear()
-    start(both)
-    assert await codes(both) == [0, 0], errors(both)
-    assert orchestrator.pulls == [3, 4], "the checkpoint of step 2, which both wrote, was read"
-    assert orchestrator.counters["conflicts"] == 0
     assert orchestrator.joins[-1].num_ranks == 2
-
-    expected, found = (
-        dict(AutoModelForCausalLM.from_pretrained(directory / "export" / POLICY).named_parameters())
-        for directory in (one.run_dir, orchestrator.run_dir)
-    )
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)
 
 
 async def test_a_node_that_is_told_to_leave_takes_the_others_along_with_a_checkpoint(

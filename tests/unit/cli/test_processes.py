@@ -73,6 +73,13 @@ def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
         processes.wait_ready(timeout_s=1.0)
 
 
+def test_one_that_leaves_before_it_is_ready_is_not_waited_for(processes: Processes) -> None:
+    """As all do when the run is stopped while it starts."""
+    processes.start(spec("brief", "pass", "127.0.0.1:1"))
+    processes.wait_ready(timeout_s=20)
+    assert processes.watch() == {"brief"}
+
+
 def test_an_error_exit_ends_the_run_with_the_last_words(processes: Processes) -> None:
     processes.start(spec("broken", "raise SystemExit('the disk is full')"))
     with pytest.raises(InfrastructureError, match=r"broken exited with 1(.|\n)*the disk is full"):

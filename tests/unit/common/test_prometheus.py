@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from services.common.errors import ConfigError
 from services.common.prometheus.exposition import MetricsServer
 from services.common.prometheus.metric import OTHER, Metric, Translation
 from services.common.prometheus.serving import metrics_server
+from services.common.security import identity
+from services.common.security.roles import Peer, Role
 from services.common.status import ProcessStatus
+from tests.keys import as_role, make_keys
 
 BUFFERED = Metric("millrace_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
 TOKENS = Metric("millrace_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
@@ -112,3 +116,37 @@ def test_metrics_are_off_unless_asked_for_and_never_open_to_strangers() -> None:
     assert metrics_server(MetricsConfig(), off, [], name="x", host="127.0.0.1", run_dir=None) is None
     with pytest.raises(ConfigError, match="may not bind"):
         metrics_server(MetricsConfig(enabled=True), off, [], name="x", host="0.0.0.0", run_dir=None)
+
+
+async def test_with_keys_those_who_may_look_are_answered_over_tls_and_nobody_else(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys")
+
+    def status() -> ProcessStatus:
+        return ProcessStatus(service="orchestrator", instance_id="o", run_id="r1", state="ready", started_at=1.0)
+
+    with identity.used(as_role(keys, Role.ORCHESTRATOR)):
+        found = metrics_server(
+            MetricsConfig(enabled=True), status, [], name="orchestrator", host="127.0.0.1", run_dir=tmp_path
+        )
+    assert found is not None
+    port = await found.start()
+    try:
+        (target,) = json.loads((tmp_path / "prometheus" / "orchestrator.json").read_text())
+        assert target["labels"]["__scheme__"] == "https"
+        viewer = as_role(keys, Role.VIEWER)
+        codes = {}
+        # As Prometheus does it, with a token only and the name that every process of a run has.
+        trust = ssl.create_default_context(cafile=str(viewer.folder / "ca.pem"))
+        async with aiohttp.ClientSession() as session:
+            for role in (Role.VIEWER, Role.OPERATOR, Role.INFERENCE, Role.AGENT, None):
+                shown = {"Authorization": f"Bearer {as_role(keys, role).bundle.token}"} if role else {}
+                async with session.get(
+                    f"https://127.0.0.1:{port}/metrics",
+                    ssl=trust,
+                    server_hostname=Peer.MEMBER.dns_name,
+                    headers=shown,
+                ) as response:
+                    codes[role] = response.status
+    finally:
+        await found.stop()
+    assert codes == {Role.VIEWER: 200, Role.OPERATOR: 200, Role.INFERENCE: 403, Role.AGENT: 403, None: 401}

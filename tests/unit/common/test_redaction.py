@@ -8,9 +8,11 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from services.cli.__main__ import app
 from services.common import logs
-from services.common.redaction import HIDDEN, redacted
+from services.common.redaction import HIDDEN, redacted, without_passwords
 from services.common.security.roles import Role
 from tests.keys import as_role, make_keys
 
@@ -67,3 +69,19 @@ def test_neither_log_file_nor_terminal_has_the_secrets_of_a_real_bundle(
     body = bundle.key.decode().splitlines()[1]
     for secret in (bundle.token, bundle.token.split(".")[1], bundle.token.split(".")[2], body):
         assert secret not in written
+
+
+def test_passwords_in_settings_are_hidden_and_all_else_stays() -> None:
+    tree = {
+        "queue": {"redis_uri": "rediss://user:pass-word@host:6379/0"},
+        "prompts": ["Authorization: say eyJ"],
+        "n": 3,
+    }
+    assert without_passwords(tree) == {**tree, "queue": {"redis_uri": f"rediss://{HIDDEN}@host:6379/0"}}
+
+
+def test_a_recipe_that_is_printed_shows_no_password() -> None:
+    setting = "envgateway.queue.redis_uri=rediss://user:pass-word@host:6379/0"
+    result = CliRunner().invoke(app, ["check", "recipes/quickstart", "--show", "--set", setting])
+    assert result.exit_code == 0, result.output
+    assert f"rediss://{HIDDEN}@host:6379/0" in result.output and "pass-word" not in result.output

@@ -134,12 +134,16 @@ class TokenStream:
 
 
 class SglangClient:
-    """One server at ``address`` (``http://host:port``). Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer."""
+    """One server at ``address`` (``http://host:port``), which answers those who know its ``key``. Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str) -> None:
         self.address = address
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # deadlines stand at the calls
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Authorization": f"Bearer {key}"},
+        )
         self._streaming: set[aiohttp.ClientResponse] = set()
 
     @property

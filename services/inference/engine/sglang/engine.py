@@ -28,8 +28,8 @@ from services.inference.engine.sglang.client import (
     Finish,
     Refused,
     TokenStream,
-    VersionSpan,
 )
+from services.inference.engine.sglang.ending import Before, Interrupted, NotFinite, judge
 from services.inference.engine.sglang.fleet import Fleet
 from services.inference.engine.sglang.playing import Leg, Playing
 from services.inference.engine.sglang.server import Server
@@ -167,7 +167,7 @@ class SglangEngine:
                 continue  # it was told to end
             try:
                 ended_here = not playing.aborted and await self._play_leg(playing, server)
-            except _Interrupted as interrupted:
+            except Interrupted as interrupted:
                 interruptions += 1
                 self._check_alive()
                 if interruptions >= _MAX_INTERRUPTIONS:
@@ -192,10 +192,10 @@ class SglangEngine:
     async def _play_leg(self, playing: Playing, server: Server) -> bool:
         """Let a server go on with a request. True when somebody who watches has ended it.
 
-        ``_Interrupted``: it could not be brought to an end there; what is certain of it was taken.
+        ``Interrupted``: it could not be brought to an end there; what is certain of it was taken.
         """
         request = playing.next_leg(self._chunk_tokens)
-        leg, before = Leg(), _Before(server)
+        leg, before = Leg(), Before(server)
         mixed_from: int | None = 1 if self._kv_policy is KvPolicy.KEEP else None
         stale = server.stale_prefixes
         finish: Finish | None = None
@@ -213,23 +213,23 @@ class SglangEngine:
         except asyncio.CancelledError:
             self._fleet.ask(server, request.rid)
             raise
-        except _NotFinite:
+        except NotFinite:
             self._fleet.ask(server, request.rid)
             raise
         except Refused as error:
             if 400 <= error.status < 500:
                 raise InvalidRequestError(f"request {playing.request.request_id!r}: {error.message}") from error
-            raise _Interrupted(error.message) from error
+            raise Interrupted(error.message) from error
         except InfrastructureError as error:
             before.take(leg, playing, mixed=mixed_from == 0)
-            raise _Interrupted(error.message) from error
+            raise Interrupted(error.message) from error
         if finish is None or not finish.spans:
             before.take(leg, playing, mixed=mixed_from == 0)
         else:
             leg.cut_off()
             playing.take(leg, finish.spans, mixed_from=mixed_from)
         if finish is not None and leg.cut is None and not playing.aborted:
-            _judge(finish, leg, playing)
+            judge(finish, leg, playing)
         return leg.cut is not None
 
     async def _next(self, stream: TokenStream, playing: Playing, leg: Leg, server: Server, rid: str) -> Chunk | None:
@@ -261,7 +261,7 @@ class SglangEngine:
             return  # computed before the server heard of the end
         if not all(map(math.isfinite, chunk.logprobs)):
             log.error("engine.not_finite", request=playing.request.request_id, version=self._version)
-            raise _NotFinite(f"a log-probability is not finite under weight version {self._version}")
+            raise NotFinite(f"a log-probability is not finite under weight version {self._version}")
         taken = len(chunk.token_ids)
         if (watch := playing.request.watch) is not None:
             # What ends for another reason is not told its last token: the result has it.
@@ -294,55 +294,3 @@ class SglangEngine:
         while seen != self._generated and time.monotonic() < end:
             seen = self._generated
             await asyncio.sleep(SETTLE_S)
-
-
-class _Interrupted(Exception):
-    """A leg that a server could not bring to an end, through no fault of the request."""
-
-
-class _NotFinite(InfrastructureError):
-    """Trying again under the same weights would not help."""
-
-
-class _Before:
-    """What is certain of a leg whose server never said which weights computed it.
-
-    Whatever came before the server began its next switch was computed with the version that it had settled on.
-    """
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._version = server.settled_version
-        self._switches = server.switches
-        self._certain: int | None = None if self._version is not None else 0
-
-    def note(self, num_tokens: int) -> None:
-        """So many had come before the chunk that comes now."""
-        if self._certain is None and self._server.switches != self._switches:
-            self._certain = num_tokens
-
-    def take(self, leg: Leg, playing: Playing, *, mixed: bool) -> None:
-        """``InfrastructureError`` when what somebody has watched is not among it."""
-        leg.cut_off()
-        if self._certain is not None:
-            if leg.cut is not None and self._certain < leg.cut:
-                raise InfrastructureError("the server did not say which weights computed what was watched")
-            del leg.tokens[self._certain :]
-            del leg.logprobs[self._certain :]
-        if leg.tokens:
-            assert self._version is not None
-            span = VersionSpan(version=self._version, start=0, end=len(leg.tokens))
-            playing.take(leg, (span,), mixed_from=0 if mixed else None)
-
-
-def _judge(finish: Finish, leg: Leg, playing: Playing) -> None:
-    """A leg that ended by itself: fine, or to be played on elsewhere (``_Interrupted``), or hopeless."""
-    if finish.kind == "abort":
-        if finish.status is not None and 400 <= finish.status < 500:
-            raise InvalidRequestError(f"request {playing.request.request_id!r}: SGLang refuses it: {finish.message}")
-        raise _Interrupted(finish.message or "the server ended it")
-    if not leg.tokens:
-        raise InfrastructureError(
-            f"request {playing.request.request_id!r}: no room for another token after {len(playing.sequence)}: the KV cache "
-            "of the SGLang server is smaller than policies.<name>.model.context_length; give it more memory"
-        )

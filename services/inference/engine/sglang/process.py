@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import os
 import re
+import secrets
 import signal
+import tempfile
 from pathlib import Path
 
 import structlog
@@ -60,7 +62,11 @@ class _PortTakenError(InfrastructureError):
 
 
 class ServerProcess:
-    """``start`` gives a client of a server that answers, or says why there is none."""
+    """``start`` gives a client of a server that answers, or says why there is none.
+
+    Each start has a key of its own, without which the server refuses everything but a look at its health: other users of
+    the machine reach its port, and some of its routes unpickle what they are sent.
+    """
 
     def __init__(self, command: ServerCommand, log_path: Path, ready_timeout_s: float) -> None:
         self.name = command.name
@@ -90,7 +96,9 @@ class ServerProcess:
 
     async def _start(self, version: int) -> SglangClient:
         port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
-        argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version)]
+        key = secrets.token_urlsafe(32)
+        config = _private_file(f"api-key: {key}\n")
+        argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version), "--config", str(config)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
@@ -103,13 +111,15 @@ class ServerProcess:
                 start_new_session=True,  # its workers are in its group, to be ended with it
             )
         log.info("sglang.started", server=self.name, pid=self._child.pid, port=port, log=str(self.log_path))
-        client = SglangClient(f"http://127.0.0.1:{port}")
+        client = SglangClient(f"http://127.0.0.1:{port}", key)
         try:
             await self._until_ready(client)
         except BaseException:
             await client.close()
             await self.stop()
             raise
+        finally:
+            config.unlink()
         return client
 
     async def ended(self) -> str:
@@ -186,6 +196,14 @@ def _explained(output: str) -> str:
         if found is not None:
             return f": {hint}\n  {found[-400:]}"
     return ""
+
+
+def _private_file(text: str) -> Path:
+    """For what must stand neither on a command line nor in a log. Its owner alone may read it."""
+    descriptor, name = tempfile.mkstemp(prefix="millrace-sglang-", suffix=".yaml")
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    return Path(name)
 
 
 def _signal_group(pid: int, how: int) -> bool:

@@ -12,16 +12,24 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 VOCABULARY = 1000
 LOGPROB = -0.25
+OPEN = (
+    "/ready",
+    "/health_generate",
+    "/misbehave",
+    "/seen",
+)  # to those without the key; the last two are the tests' own
 
 
 class Fake:
-    def __init__(self, version: str, token_s: float) -> None:
+    def __init__(self, version: str, token_s: float, key: str) -> None:
+        self.key = key
         self.version = version  # of the scheduler: what tokens are computed with
         self.told_version = version  # what the server says of itself
         self.token_s = token_s
@@ -32,7 +40,7 @@ class Fake:
         self.seen: list[tuple[str, Any]] = []
 
     def application(self) -> web.Application:
-        made = web.Application()
+        made = web.Application(middlewares=[self.check_key])
         made.router.add_post("/misbehave", self.misbehave)
         made.router.add_get("/seen", self.tell)
         made.router.add_post("/generate", self.generate)
@@ -47,6 +55,12 @@ class Fake:
         ):
             made.router.add_post(route, self.answer)
         return made
+
+    @web.middleware
+    async def check_key(self, request: web.Request, handler: Any) -> Any:
+        if request.path not in OPEN and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def misbehave(self, request: web.Request) -> web.Response:
         """``{"route": ..., "times": n, ...}``: the next n calls of a route go wrong."""
@@ -137,6 +151,7 @@ class Fake:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
+    parser.add_argument("--config", type=Path)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--token-s", type=float, default=0.002)
     parser.add_argument("--say-and-die", default="")
@@ -146,7 +161,8 @@ def main() -> None:
         sys.exit(f"Loading weights\n{options.say_and_die}")
     if options.never_ready:
         asyncio.run(asyncio.sleep(3600))
-    fake = Fake(options.weight_version, options.token_s)
+    key = options.config.read_text().strip().removeprefix("api-key: ")
+    fake = Fake(options.weight_version, options.token_s, key)
     web.run_app(fake.application(), host="127.0.0.1", port=options.port, print=None)
 
 

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
@@ -137,6 +138,19 @@ async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
         await pending[0]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not stage.exists()
+
+
+async def test_a_server_answers_its_own_service_alone_and_its_key_is_written_nowhere(launch: Launch) -> None:
+    engine = await launch()
+    (server,) = engine._servers
+    async with aiohttp.ClientSession() as stranger:
+        async with stranger.post(f"{server.client.address}/update_weights_from_disk", json={}) as answer:
+            assert answer.status == 401
+    key = server.client._session.headers["Authorization"].removeprefix("Bearer ")
+    command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+    assert key.encode() not in b" ".join(command)
+    assert not Path(os.fsdecode(command[command.index(b"--config") + 1])).exists()
+    assert key not in server.process.log_path.read_text()
 
 
 # -- a server that does not come up -------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ def test_each_process_is_shown_its_own_bundle_and_no_other(tmp_path: Path) -> No
 def test_a_run_that_goes_on_gets_new_keys_in_time(tmp_path: Path, age_days: float, renewed: bool) -> None:
     keys = make_keys(tmp_path / "keys", age_days=age_days).folder
     before = (keys / "viewer" / "token").read_text()
-    renew_in_time(keys)
+    assert renew_in_time(keys) is renewed
     assert ((keys / "viewer" / "token").read_text() != before) is renewed
-    renew_in_time(keys / "viewer")  # a copy: nothing to renew with, and no reason to fail
+    assert not renew_in_time(keys / "viewer")  # a copy: nothing to renew with, and no reason to fail
+    assert not renew_in_time(None)

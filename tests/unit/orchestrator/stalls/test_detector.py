@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.common.accounts import PeerState
+from services.common.accounts import AccountState, PeerState
 from services.orchestrator.stalls.causes import ADVICE, Cause
 from tests.unit.orchestrator.stalls.runs import MadeUpRun, account, activity
 
@@ -273,6 +273,24 @@ def test_a_slow_but_healthy_run_raises_no_alarm() -> None:
     for _ in range(900):
         run.tick()
         assert not run.stalls, run.stalls
+
+
+def test_a_large_version_over_a_slow_link_is_slow_and_one_whose_bytes_stop_is_told(run: MadeUpRun) -> None:
+    begun, bytes_seen = run.now, [0]
+
+    def fetching() -> AccountState:
+        return account(
+            "replica/a/weights/model0",
+            activity("fetching a version", "publisher/model0", age=run.now - begun),
+            progress=bytes_seen[0],
+        )
+
+    run.set_account(fetching)
+    for _ in range(300):
+        bytes_seen[0] += 1
+        run.tick()
+    assert not run.stalls
+    assert run.named_within(30) == {("replica/a/weights/model0", "weights_not_arriving")}
 
 
 def test_a_long_micro_batch_that_computes_is_slow_and_one_that_does_not_is_stuck() -> None:

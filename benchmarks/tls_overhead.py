@@ -1,0 +1,368 @@
+"""What TLS and a token with each call cost: every number is taken plain and secured in turn, in one run on one machine.
+
+* *control*: ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose limits are
+  set out of reach.
+* *commands*: messages of 1 KiB per second of one stream from a server that does nothing else: the bare cost of a message,
+  shown beside the others, because no run sends a thousandth as many.
+* *trajectories*: sequences of ``--tokens`` policy tokens per second from issue to pulled batch: a real orchestrator that
+  journals before it acknowledges, a scripted replica that streams trajectories, a scripted trainer that pulls and publishes.
+* *weights*: GB/s of a snapshot from a real publisher, over gRPC (plain, TLS) and over ZeroMQ (plain, CURVE). Beside the
+  others: weights may take another way where this matters, and are verified by digest whatever the way.
+
+``ratio`` is the lower one of control and trajectories, secured over plain; ``ours`` and ``theirs`` are trajectories secured
+and plain. Each is the median over interleaved rounds; ``spread`` half their range.
+
+    python benchmarks/tls_overhead.py [--quick] [--tokens 4000] [--weights-mib 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from _processes import ROOT, free_port, kill
+from _report import median_and_spread, report
+from _secure_services import Services, prepared
+from _weight_versions import POLICY, RUN
+
+from services.cli.keyring import Keyring
+from services.common.config.loading import save_resolved, validate
+from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.rpc import limits
+from services.common.rpc.channel import channel
+from services.common.rpc.server import Server
+from services.common.security import identity
+from services.common.security.bundle import VARIABLE
+from services.common.security.roles import Role
+from services.common.types import WeightVersion
+from services.inference.weights.fetch import fetch
+
+AT_ONCE = 16
+BATCH = 256
+_ARMS = ("plain", "secured")
+
+Measured = dict[str, dict[str, list[float]]]  # by quantity, by arm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: at most a minute")
+    parser.add_argument("--tokens", type=int, default=4000, help="policy tokens of a sequence")
+    parser.add_argument("--weights-mib", type=int, default=256, help="size of the snapshot (64 with --quick)")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        asyncio.run(_ROLES[options.role](options))
+        return
+    # Many short rounds: what else the machine does then hits both arms alike.
+    rounds, seconds, mib = (12, 0.3, 64) if options.quick else (40, 0.5, options.weights_mib)
+    measured: Measured = {}
+    with tempfile.TemporaryDirectory(prefix="millrace-tls-") as name:
+        folder = Path(name)
+        keys = Keyring.make(folder / "keys", RUN)
+        asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
+        asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds, seconds, measured))
+        asyncio.run(_weights(keys, folder, rounds, mib, measured))
+        for number in range(3 if options.quick else 5):
+            for arm in _in_turn(number):
+                place = folder / f"{arm}{number}"
+                place.mkdir()
+                rate = asyncio.run(
+                    _trajectories(keys if arm == "secured" else None, place, options.tokens, 2 * seconds)
+                )
+                _note(measured, "trajectories_per_s", arm, rate)
+    found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
+    control = found["reports_per_s"]["ratio"]
+    trajectories = found["trajectories_per_s"]
+    report(
+        "tls_overhead",
+        trajectories["secured"],
+        trajectories["plain"],
+        min(control, trajectories["ratio"]),
+        trajectories["spread"],
+        unit=f"sequences of {options.tokens} tokens per second",
+        control_ratio=control,
+        trajectory_ratio=trajectories["ratio"],
+        wanted_ratio=0.9,
+        **found,
+        rounds=rounds,
+        weights_mib=mib,
+    )
+
+
+def _in_turn(number: int) -> tuple[str, ...]:
+    """The other one first each time: a machine that gets slower favours neither."""
+    return _ARMS if number % 2 else _ARMS[::-1]
+
+
+def _note(measured: Measured, quantity: str, arm: str, value: float) -> None:
+    measured.setdefault(quantity, {name: [] for name in _ARMS})[arm].append(value)
+
+
+def _ratio(arms: dict[str, list[float]]) -> dict[str, float]:
+    """Medians, the median ratio of neighbouring rounds, and half the range of these."""
+    ratios = [secured / plain for plain, secured in zip(arms["plain"], arms["secured"], strict=True)]
+    ratio, spread = median_and_spread(ratios)
+    return {name: median_and_spread(arms[name])[0] for name in _ARMS} | {"ratio": ratio, "spread": spread}
+
+
+# --- control ---------------------------------------------------------------------------------------------------------
+
+
+Measure = Callable[[Any, float], Awaitable[float]]
+
+
+async def _control(
+    role: str,
+    measure: Measure,
+    quantity: str,
+    keys: Keyring,
+    folder: Path,
+    rounds: int,
+    seconds: float,
+    found: Measured,
+) -> None:
+    """Both servers run all the time, and are measured in turn."""
+    with ExitStack() as ended:
+        channels = {}
+        for arm in _ARMS:
+            port, held = free_port(), keys if arm == "secured" else None
+            place = folder / f"{role}-{arm}"
+            place.mkdir()
+            _write_recipe(place, port)
+            process = _spawn(role, port, held, place)
+            ended.callback(kill, [process])
+            with identity.used(_holding(held, Role.INFERENCE)):
+                channels[arm] = channel(f"127.0.0.1:{port}")
+            with identity.used(_holding(held, Role.TRAINER)):
+                await _first_version(role, port)
+        joined = []
+        for each in channels.values():
+            welcome = asyncio.Event()
+            joined.append(asyncio.create_task(_stay(pool_pb2_grpc.PoolServiceStub(each), welcome)))
+            await asyncio.wait_for(welcome.wait(), 30.0)
+        for number in range(-1, rounds):  # the first one warms up
+            for arm in _in_turn(number):
+                rate = await measure(pool_pb2_grpc.PoolServiceStub(channels[arm]), seconds)
+                if number >= 0:
+                    _note(found, quantity, arm, rate)
+        for task in joined:
+            task.cancel()
+        await asyncio.gather(*joined, return_exceptions=True)
+        for each in channels.values():
+            await each.close()
+
+
+async def _first_version(role: str, port: int) -> None:
+    """Real orchestrators only: a version for replicas to hold; also waits for the server."""
+    trainer = ScriptedTrainer(f"127.0.0.1:{port}")
+    if role == "control":
+        async with asyncio.timeout(60):
+            await trainer.join()
+            await trainer.publish(0)
+    await trainer.close()
+
+
+async def _stay(stub: Any, welcome: asyncio.Event) -> None:
+    """A member of the pool, whose reports count."""
+    hello = pool_pb2.JoinPoolRequest(replica_id="a", incarnation="1", num_slots=1)
+    async for _ in stub.JoinPool(hello, wait_for_ready=True):
+        welcome.set()
+        await asyncio.sleep(0.2)  # the server of commands would else keep this process busy
+
+
+async def _calls(stub: Any, seconds: float) -> float:
+    request, end, count = _real_report(), time.perf_counter() + seconds, 0
+
+    async def work() -> None:
+        nonlocal count
+        while time.perf_counter() < end:
+            await stub.ReportReplica(request, timeout=5.0)
+            count += 1
+
+    await stub.ReportReplica(request, timeout=20.0, wait_for_ready=True)
+    begin = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return count / (time.perf_counter() - begin)
+
+
+async def _commands(stub: Any, seconds: float) -> float:
+    call, count, begin = stub.JoinPool(pool_pb2.JoinPoolRequest(replica_id="b"), wait_for_ready=True), 0, 0.0
+    async for _ in call:
+        begin = begin or time.perf_counter()
+        count += 1
+        if time.perf_counter() - begin > seconds:
+            break
+    rate = count / (time.perf_counter() - begin)
+    call.cancel()
+    return rate
+
+
+def _real_report() -> pool_pb2.ReportReplicaRequest:
+    """As a replica with a hundred rollouts sends it."""
+    request = pool_pb2.ReportReplicaRequest(
+        replica_id="a", incarnation="1", num_free_slots=28, num_generated_tokens=10**9
+    )
+    request.held_versions.add(policy=POLICY, number=100, digest="xxh3-128:" + "0" * 32)
+    request.running_task_group_ids.extend(f"0123456789abcdef-{number:08d}" for number in range(25))
+    for number in range(20):
+        request.gauges[f"a_gauge_of_a_replica_{number}"] = number / 7
+    for _ in range(16):
+        interval = request.emission_intervals.add()
+        interval.start.GetCurrentTime()
+        interval.end.GetCurrentTime()
+    return request
+
+
+class _Pool(pool_pb2_grpc.PoolServiceServicer):
+    async def JoinPool(self, request: Any, context: Any) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
+        order = pool_pb2.RunTaskGroup(task_group_id="0123456789abcdef-00000001", indices=range(8))
+        order.task.task_id, order.task.data_json = "42", json.dumps({"question": "x" * 800}).encode()
+        while True:
+            yield pool_pb2.JoinPoolResponse(run_task_group=order)
+
+
+async def _serve_commands(options: argparse.Namespace) -> None:
+    identity.configure(Role.ORCHESTRATOR)
+    server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=options.port, run_id=RUN)
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, _Pool(), "millrace.v1.PoolService")
+    await server.start()
+    server.set_ready()
+    await server.wait_for_stop()
+
+
+async def _serve_control(options: argparse.Namespace) -> None:
+    """A real orchestrator, but for its limits."""
+    from services.orchestrator.app import main as orchestrate
+    from services.orchestrator.config import parse
+
+    identity.configure(Role.ORCHESTRATOR)
+    limits.LIMITS["ReportReplica"] = limits.Limit(request_bytes=limits.MIB, calls_per_s=1e9, burst=1_000_000_000)
+    await orchestrate(parse(["--run-dir", str(options.folder)]))
+
+
+# --- trajectories ----------------------------------------------------------------------------------------------------
+
+
+async def _trajectories(keys: Keyring | None, folder: Path, tokens: int, seconds: float) -> float:
+    """Sequences per second that a trainer holds, from the second batch on."""
+    port = free_port()
+    _write_recipe(folder, port)
+    processes = [_spawn("orchestrator", port, keys, folder), _spawn("replica", port, keys, tokens=tokens)]
+    with identity.used(_holding(keys, Role.TRAINER)):
+        trainer = ScriptedTrainer(f"127.0.0.1:{port}")
+    try:
+        async with asyncio.timeout(60):
+            await trainer.join()
+            await trainer.publish(0)
+        count, begin, step = 0, 0.0, 0
+        while not begin or time.perf_counter() - begin < seconds:
+            step += 1
+            pulled = await trainer.pull(step)
+            count += len(pulled.sequences)
+            await trainer.publish(step)
+            if step == 1:
+                count, begin = 0, time.perf_counter()
+        return count / (time.perf_counter() - begin)
+    finally:
+        await trainer.close()
+        kill(processes)
+
+
+async def _play(options: argparse.Namespace) -> None:
+    identity.configure(Role.INFERENCE)
+    rollouts = Rollouts(num_tokens=options.tokens)
+    replica = ScriptedReplica(f"127.0.0.1:{options.port}", num_slots=1024, rollouts=rollouts)
+    replica.start()
+    await replica.drained.wait()
+    await replica.close()
+
+
+def _write_recipe(folder: Path, port: int) -> None:
+    data = folder / "tasks.jsonl"
+    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    tree = {
+        "name": "tls-overhead",
+        "run": {"id": RUN, "steps": 1_000_000},
+        "policies": {POLICY: {"model": {"path": "none"}, "batch": {"size": BATCH, "max_staleness": 2}}},
+        "data": {"train": {"path": str(data)}},
+        "evaluation": {"at_start": False, "at_end": False},
+        "rollout": {"group_size": 8},
+        "orchestrator": {"port": port, "min_free_bytes": 0},
+        "inference": {"a": {"engine": "scripted", "port": 0}},
+        "envgateway": None,
+    }
+    save_resolved(validate(tree, source="benchmark"), folder)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+async def _weights(keys: Keyring, folder: Path, rounds: int, mib: int, measured: Measured) -> None:
+    with ExitStack() as ended:
+        publishers: dict[str, Services] = {}
+        for arm in _ARMS:
+            place = folder / f"weights-{arm}"
+            place.mkdir()
+            held = keys if arm == "secured" else None
+            publishers[arm] = ended.enter_context(
+                prepared(place, keys=held, names=("publisher",), weights_bytes=mib << 20)
+            )
+            await publishers[arm].start()
+        for number in range(-1, max(5, rounds // 4)):
+            for transport in ("grpc", "bulk"):
+                for arm in _in_turn(number):
+                    rate = await _fetched(publishers[arm], transport)
+                    if number >= 0:
+                        _note(measured, f"weights_{transport}_gb_per_s", arm, rate)
+
+
+async def _fetched(publisher: Services, transport: str) -> float:
+    address = publisher.addresses["publisher"]
+    version = WeightVersion(policy=POLICY, number=1, digest=publisher.digest, sources=(address,))
+    with identity.used(publisher.holding(Role.INFERENCE)):
+        begin = time.perf_counter()
+        got = await fetch(address, RUN, version, None, transports=[transport])
+        return got.payload.size_bytes / (time.perf_counter() - begin) / 1e9
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+_ROLES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
+    "control": _serve_control,
+    "commands": _serve_commands,
+    "replica": _play,
+}
+
+
+def _spawn(role: str, port: int, keys: Keyring | None, folder: Path | None = None, tokens: int = 0) -> Any:
+    command = [sys.executable, __file__, f"--role={role}", f"--port={port}", f"--tokens={tokens}"]
+    command += [f"--folder={folder}"] if folder is not None else []
+    if role == "orchestrator":
+        command = [sys.executable, "-m", "services.orchestrator", "--run-dir", str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {VARIABLE: str(keys.folder)} if keys is not None else {}
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=silent, stderr=silent)
+
+
+def _holding(keys: Keyring | None, role: Role) -> identity.Identity | None:
+    return identity.load(keys.folder, role) if keys is not None else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Who calls: found out from a certificate or a token, allowed or refused by the table of permissions."""
+
+from __future__ import annotations
+
+import hashlib
+
+from services.common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from services.common.security import certificates, tokens
+from services.common.security.caller import Caller
+from services.common.security.identity import Identity
+from services.common.security.permissions import allowed
+from services.common.security.times import LEEWAY_S, check_times
+
+_CACHED = 256  # tokens and certificates that were found good; signatures are not checked again for each call
+_BEARER = "bearer "
+
+_NOTHING_SHOWN = (
+    "neither a certificate nor a token came with the call: set MILLRACE_KEYS to the keys of your role, or send the header "
+    "`authorization: Bearer TOKEN` (millrace keys)"
+)
+
+
+class Gatekeeper:
+    """Checks callers against one identity: only its run's are let in."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._known: dict[bytes, Caller] = {}
+        self._generation = identity.generation
+
+    def by_token(self, authorization: str) -> Caller:
+        """Who a header ``Bearer TOKEN`` speaks for. Raises ``UnauthenticatedError``."""
+        if authorization[: len(_BEARER)].lower() != _BEARER:
+            raise UnauthenticatedError(
+                "the header `authorization` is not of the form `Bearer TOKEN`: send the token of your role",
+                why="malformed",
+            )
+        token = authorization[len(_BEARER) :].strip()
+        key = b"t" + hashlib.sha256(token.encode(errors="replace")).digest()
+        found = self._known_as(key)
+        if found is None:
+            claims = tokens.check(token, self._identity.bundle.token_public, self._identity.run, self._identity.clock())
+            found = self._keep(
+                key,
+                Caller(
+                    role=claims.role,
+                    name=f"{claims.role.value}/{claims.token_id[:16]}",
+                    begins_at=claims.issued_at,
+                    ends_at=claims.ends_at,
+                    shown="token",
+                ),
+            )
+        check_times("the token", found.role, found.begins_at, found.ends_at, self._identity.clock(), leeway_s=LEEWAY_S)
+        return found
+
+    def by_certificate(self, certificate: bytes) -> Caller:
+        """Who a certificate (PEM or DER) is of, whose chain the handshake has verified. Raises ``UnauthenticatedError``."""
+        digest = hashlib.sha256(certificate).digest()
+        key = b"c" + digest
+        found = self._known_as(key)
+        if found is None:
+            try:
+                holder = certificates.holder_of(certificate)
+            except ConfigError as error:
+                raise UnauthenticatedError(error.message, why="malformed") from None
+            if holder.run != self._identity.run:
+                raise UnauthenticatedError(
+                    f"the certificate is of another run ({holder.run!r}); this is run {self._identity.run!r}", why="run"
+                )
+            found = self._keep(
+                key,
+                Caller(
+                    role=holder.role,
+                    name=f"{holder.role.value}/{digest.hex()[:16]}",
+                    begins_at=holder.begins_at,
+                    ends_at=holder.ends_at,
+                    shown="certificate",
+                ),
+            )
+        # A connection may outlive the certificate that it was made with.
+        check_times(
+            "the certificate", found.role, found.begins_at, found.ends_at, self._identity.clock(), leeway_s=LEEWAY_S
+        )
+        return found
+
+    def identify(self, authorization: str | None, certificate: bytes | None) -> Caller:
+        """Who calls, from what was shown. A certificate and a token of different roles are refused.
+
+        Raises ``UnauthenticatedError`` or ``PermissionDeniedError``.
+        """
+        if certificate is not None:
+            found = self.by_certificate(certificate)
+            if authorization is not None and self.by_token(authorization).role is not found.role:
+                raise PermissionDeniedError(
+                    f"a certificate of role {found.role.value} came with a token of another role: send one of them"
+                )
+            return found
+        if authorization is None:
+            raise UnauthenticatedError(_NOTHING_SHOWN, why="missing")
+        return self.by_token(authorization)
+
+    def _known_as(self, key: bytes) -> Caller | None:
+        if self._generation != self._identity.generation:  # perhaps another key to check with
+            self._generation = self._identity.generation
+            self._known.clear()
+        return self._known.get(key)
+
+    def _keep(self, key: bytes, found: Caller) -> Caller:
+        if len(self._known) >= _CACHED:
+            self._known.clear()
+        self._known[key] = found
+        return found
+
+
+def permit(found: Caller, what: str) -> None:
+    """Raises ``PermissionDeniedError`` when the caller's role may not do ``what`` (see ``permissions``)."""
+    roles = allowed(what)
+    if found.role not in roles:
+        who = ", ".join(sorted(role.value for role in roles)) or "nobody"
+        raise PermissionDeniedError(
+            f"role {found.role.value} may not call {what.removeprefix('http:').lstrip('/')}: allowed to {who}",
+            role=found.role.value,
+        )
