@@ -95,7 +95,7 @@ class Identity:
         try:
             stats = [(self.folder / name).stat() for name in files.FILES]
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}; copy the whole directory of the role") from None
+            raise files.unusable(error.filename, error) from None
         return tuple((each.st_mtime_ns, each.st_ino) for each in stats)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,30 @@ def test_a_secret_that_everybody_may_read_is_refused(keys: Keyring) -> None:
     (keys.folder / "trainer" / "key.pem").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         as_role(keys, Role.TRAINER)
+
+
+@contextmanager
+def somebody_else(keys: Keyring) -> Iterator[None]:
+    """For as long as this lasts, the keys are another user's."""
+    if os.geteuid() == 0:  # whom no mode keeps out
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    else:
+        keys.folder.chmod(0)
+        try:
+            yield
+        finally:
+            keys.folder.chmod(0o700)
+
+
+def test_keys_of_another_user_are_refused_with_what_to_do(keys: Keyring) -> None:
+    with somebody_else(keys):
+        for where in (keys.folder, keys.folder / "inference"):
+            with pytest.raises(ConfigError, match=f"user {os.geteuid()} may not read it.*chown -R"):
+                configured(where, Role.INFERENCE)
 
 
 def test_a_key_of_another_certificate_is_refused(keys: Keyring) -> None:
