@@ -32,7 +32,9 @@ def model_problems(recipe: Recipe) -> list[str]:
 
 def _problem(folder: Path) -> str | None:
     if not folder.is_dir():
-        return f"{folder} is no directory, so it holds no config.json; write a Hugging Face model directory or a hub name"
+        return (
+            f"{folder} is no directory, so it holds no config.json; write a Hugging Face model directory or a hub name"
+        )
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
             return f"{folder} holds no {needed}; write a Hugging Face model directory or a hub name"

@@ -114,7 +114,9 @@ def reopen(run_dir: Path) -> tuple[Recipe, Path]:
     if taken := ports_in_use(recipe):
         held = [line.partition(";")[0] for line in taken]  # it keeps its ports, so other ones are no advice
         raise ConfigError(
-            "\n".join([*held, f"is the run still going? (millrace watch --run {run_dir}) Else stop what holds its ports"])
+            "\n".join(
+                [*held, f"is the run still going? (millrace watch --run {run_dir}) Else stop what holds its ports"]
+            )
         )
     return recipe, run_dir.resolve()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -132,9 +133,12 @@ def holder_of(certificate: bytes) -> Holder:
 
     Raises ``ConfigError`` for what is no certificate of a run.
     """
+    pem = certificate.lstrip().startswith(b"-----")
     try:
-        pem = certificate.lstrip().startswith(b"-----")
         read = x509.load_pem_x509_certificate(certificate) if pem else x509.load_der_x509_certificate(certificate)
+    except ValueError:
+        raise ConfigError("this is no certificate, or a part of one") from None
+    try:
         names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         run, role = _from_uri(uris)
@@ -149,6 +153,16 @@ def is_pair(certificate: bytes, key: bytes) -> bool:
         return x509.load_pem_x509_certificate(certificate).public_key() == _private(key).public_key()
     except (ValueError, ConfigError):
         return False
+
+
+def is_issued_by(certificate: bytes, authority: bytes) -> bool:
+    """Whether the authority (both PEM) made the certificate; False for what is no authority at all."""
+    try:
+        issuer = x509.load_pem_x509_certificate(authority)
+        x509.load_pem_x509_certificate(certificate).verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 def _from_uri(uris: Sequence[str]) -> tuple[str, Role]:

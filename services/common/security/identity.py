@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import bundle as files
 from services.common.security.bundle import Bundle
 from services.common.security.roles import Role
@@ -77,7 +77,7 @@ class Identity:
         log.info("keys.renewed", folder=str(self.folder), role=self.role.value)
 
     def _load(self) -> tuple[Bundle, Holder]:
-        from services.common.security.certificates import holder_of, is_pair  # cryptography: for those with keys only
+        from services.common.security.certificates import holder_of, is_issued_by, is_pair  # for those with keys only
 
         loaded = files.load(self.folder)
         try:
@@ -89,7 +89,32 @@ class Identity:
                 f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
                 "of the role, or make the keys anew"
             )
+        if not is_issued_by(loaded.certificate, loaded.ca):
+            raise ConfigError(
+                f"{self.folder / files.CA} is not the authority that made {self.folder / files.CERTIFICATE}, or a part of "
+                "it: copy the whole directory of the role"
+            )
+        self._check_token(loaded, holder)
         return loaded, holder
+
+    def _check_token(self, loaded: Bundle, holder: Holder) -> None:
+        """That the token is one, of this run, and that the key beside it checks it; its times are told when it is used."""
+        from services.common.security import tokens
+
+        try:
+            tokens.read(loaded.token)
+        except UnauthenticatedError:
+            raise ConfigError(
+                f"{self.folder / files.TOKEN} is no run token: copy the whole directory of the role"
+            ) from None
+        try:
+            tokens.check(loaded.token, loaded.token_public, holder.run, self.clock())
+        except UnauthenticatedError as error:
+            if error.why in ("malformed", "signature", "run"):
+                raise ConfigError(
+                    f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy "
+                    "the whole directory of the role"
+                ) from None
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         try:
