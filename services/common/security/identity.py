@@ -77,22 +77,23 @@ class Identity:
         log.info("keys.renewed", folder=str(self.folder), role=self.role.value)
 
     def _load(self) -> tuple[Bundle, Holder]:
-        from services.common.security.certificates import holder_of, is_issued_by, is_pair  # for those with keys only
+        from services.common.security.certificates import holder_of, is_certificate, is_pair  # for those with keys only
 
         loaded = files.load(self.folder)
         try:
             holder = holder_of(loaded.certificate)
         except ConfigError as error:
-            raise ConfigError(f"{self.folder / files.CERTIFICATE}: {error.message}") from None
+            raise ConfigError(
+                f"{self.folder / files.CERTIFICATE}: {error.message}; copy the whole directory of the role"
+            ) from None
         if not is_pair(loaded.certificate, loaded.key):
             raise ConfigError(
                 f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
                 "of the role, or make the keys anew"
             )
-        if not is_issued_by(loaded.certificate, loaded.ca):
+        if not is_certificate(loaded.ca):
             raise ConfigError(
-                f"{self.folder / files.CA} is not the authority that made {self.folder / files.CERTIFICATE}, or a part of "
-                "it: copy the whole directory of the role"
+                f"{self.folder / files.CA} is no certificate, or a part of one: copy the whole directory of the role"
             )
         self._check_token(loaded, holder)
         return loaded, holder
@@ -102,19 +103,18 @@ class Identity:
         from services.common.security import tokens
 
         try:
-            tokens.read(loaded.token)
+            issued_at = tokens.read(loaded.token).issued_at
         except UnauthenticatedError:
             raise ConfigError(
                 f"{self.folder / files.TOKEN} is no run token: copy the whole directory of the role"
             ) from None
         try:
-            tokens.check(loaded.token, loaded.token_public, holder.run, self.clock())
-        except UnauthenticatedError as error:
-            if error.why in ("malformed", "signature", "run"):
-                raise ConfigError(
-                    f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy "
-                    "the whole directory of the role"
-                ) from None
+            tokens.check(loaded.token, loaded.token_public, holder.run, issued_at)
+        except UnauthenticatedError:
+            raise ConfigError(
+                f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy the "
+                "whole directory of the role"
+            ) from None
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         try:
