@@ -96,7 +96,7 @@ class ServerProcess:
 
     async def _start(self, version: int) -> SglangClient:
         port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
-        key = secrets.token_urlsafe(32)
+        key = secrets.token_hex(32)  # SGLang takes one that begins with "-" for an option
         config = _private_file(f"api-key: {key}\n")
         argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version), "--config", str(config)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
