@@ -21,6 +21,15 @@ def host_of(place: str) -> str:
     return place.rpartition(":")[0].strip("[]")
 
 
+def host_and_port(place: str) -> tuple[str, int]:
+    """The inverse of ``address``. Raises ``ValueError`` for what has no port.
+
+    >>> host_and_port("[fd00::7]:50050")
+    ('fd00::7', 50050)
+    """
+    return host_of(place), int(place.rpartition(":")[2])
+
+
 @functools.cache
 def is_here(host: str) -> bool:
     """Whether a host is this machine, loopback included: a socket can be bound to it. Names are resolved."""
