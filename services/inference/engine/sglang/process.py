@@ -15,6 +15,7 @@ import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.process import bound_to_this_process
+from services.common.security.bundle import without_keys
 from services.inference.engine.sglang.client import SglangClient
 from services.inference.engine.sglang.command import ServerCommand
 
@@ -77,9 +78,15 @@ class ServerProcess:
             InfrastructureError: it died while loading; the message has its last lines and what may help.
             DeadlineError: it did not answer in time.
         """
-        port = _free_port()
         key = secrets.token_urlsafe(32)
         config = _private_file(f"api-key: {key}\n")
+        try:
+            return await self._start(version, key, config)
+        finally:
+            config.unlink()
+
+    async def _start(self, version: int, key: str, config: Path) -> SglangClient:
+        port = _free_port()
         argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version), "--config", str(config)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
@@ -89,7 +96,7 @@ class ServerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self._command.env},
+                env={**without_keys(os.environ), **self._command.env},
                 start_new_session=True,  # its workers are in its group, to be ended with it
             )
         log.info("sglang.started", server=self.name, pid=self._child.pid, port=port, log=str(self.log_path))
@@ -100,8 +107,6 @@ class ServerProcess:
             await client.close()
             await self.stop()
             raise
-        finally:
-            config.unlink()
         return client
 
     async def ended(self) -> str:
