@@ -4,8 +4,10 @@
   set out of reach.
 * *commands*: messages of 1 KiB per second of one stream from a server that does nothing else: the bare cost of a message,
   shown beside the others, because no run sends a thousandth as many.
-* *trajectories*: sequences of ``--tokens`` policy tokens per second from issue to pulled batch: a real orchestrator that
-  journals before it acknowledges, a scripted replica that streams trajectories, a scripted trainer that pulls and publishes.
+* *trajectories*: sequences of 1,000 policy tokens, as in ``orchestrator_throughput.py``, per second from issue to pulled batch:
+  a real orchestrator that journals before it acknowledges, a scripted replica that streams trajectories, a scripted trainer
+  that pulls and publishes. Beside it the same with ``--tokens``: encryption costs by the byte, about a nanosecond for each
+  end, so longer sequences show more of it.
 * *weights*: GB/s of a snapshot from a real publisher, over gRPC (plain, TLS) and over ZeroMQ (plain, CURVE). Beside the
   others: weights may take another way where this matters, and are verified by digest whatever the way.
 
@@ -50,6 +52,7 @@ from services.inference.weights.fetch import fetch
 
 AT_ONCE = 16
 BATCH = 256
+TOKENS = 1000
 _ARMS = ("plain", "secured")
 
 Measured = dict[str, dict[str, list[float]]]  # by quantity, by arm
@@ -58,7 +61,7 @@ Measured = dict[str, dict[str, list[float]]]  # by quantity, by arm
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: at most a minute")
-    parser.add_argument("--tokens", type=int, default=4000, help="policy tokens of a sequence")
+    parser.add_argument("--tokens", type=int, default=4000, help="policy tokens of a long sequence")
     parser.add_argument("--weights-mib", type=int, default=256, help="size of the snapshot (64 with --quick)")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -78,12 +81,11 @@ def main() -> None:
         asyncio.run(_weights(keys, folder, rounds, mib, measured))
         for number in range(3 if options.quick else 5):
             for arm in _in_turn(number):
-                place = folder / f"{arm}{number}"
-                place.mkdir()
-                rate = asyncio.run(
-                    _trajectories(keys if arm == "secured" else None, place, options.tokens, 2 * seconds)
-                )
-                _note(measured, "trajectories_per_s", arm, rate)
+                for tokens, quantity in ((TOKENS, "trajectories_per_s"), (options.tokens, "long_trajectories_per_s")):
+                    place = folder / f"{quantity}-{arm}{number}"
+                    place.mkdir()
+                    rate = asyncio.run(_trajectories(keys if arm == "secured" else None, place, tokens, 1.5))
+                    _note(measured, quantity, arm, rate)
     found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
     control = found["reports_per_s"]["ratio"]
     trajectories = found["trajectories_per_s"]
@@ -93,13 +95,16 @@ def main() -> None:
         trajectories["plain"],
         min(control, trajectories["ratio"]),
         trajectories["spread"],
-        unit=f"sequences of {options.tokens} tokens per second",
+        unit=f"sequences of {TOKENS} tokens per second",
         control_ratio=control,
         trajectory_ratio=trajectories["ratio"],
         wanted_ratio=0.9,
         **found,
         rounds=rounds,
         weights_mib=mib,
+        long_tokens=options.tokens,
+        load=os.getloadavg()[0]
+        / (os.cpu_count() or 1),  # of others too: beyond 1 no core is free to encrypt beside the rest
     )
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.cli.free_ports import LOOPBACK
 from services.cli.plan import plan
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.free_ports import LOOPBACK
 from services.common.hosts import is_here
 from services.common.loopback import is_loopback
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.free_ports import LOOPBACK, free_ports, is_free
 from services.common.config.recipe import Recipe, warm_start_dir
+from services.common.free_ports import LOOPBACK, free_ports, is_free
 from services.common.hosts import address, is_here
 
 

@@ -152,7 +152,7 @@ def _start(
         processes.start(spec)
     _write_pids(run_dir, processes)
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.launch.ready_timeout_s, stop.check, later)
+        processes.wait_ready(recipe.ready_timeout_s, stop.check, later)
     ready = [spec for spec in specs if spec.name not in later]
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
 

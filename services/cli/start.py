@@ -17,7 +17,6 @@ from rich.console import Console
 
 from services.cli.errors import Interrupted
 from services.cli.first_contact import wait_for_orchestrator
-from services.cli.free_ports import LOOPBACK
 from services.cli.launch_checks import missing_data
 from services.cli.launch_keys import act_as, keys_of, renew_in_time, with_keys
 from services.cli.node_bundles import keys_of_process, write_bundles
@@ -36,6 +35,7 @@ from services.cli.signals import StopSignal
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.free_ports import LOOPBACK
 from services.common.hosts import address, is_here
 from services.common.logs import configure
 

@@ -5,12 +5,12 @@ Uses none of the project's engine, so that a fault of that is a failure of the t
 
 from __future__ import annotations
 
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
 from services.common import tiny_models
+from services.common.free_ports import free_ports
 from tests.sglang.server import Server, ServerError
 
 
@@ -18,13 +18,11 @@ def main(python: str) -> None:
     """Exits with the reason where it does not."""
     if not Path(python).exists():
         sys.exit(f"error: there is no {python}")
-    with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as held:
+    with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        port = held.getsockname()[1]
-        held.close()
         tiny_models.build(folder / "model", seed=0)
         try:
-            with Server(Path(python), folder / "model", folder / "server.log", port) as server:
+            with Server(Path(python), folder / "model", folder / "server.log", free_ports(1)[0]) as server:
                 status, answer = server.post(
                     "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.common import tiny_models
+from services.common.free_ports import free_ports
 from tests.random_models import make_prompt
 from tests.sglang.server import Server
 
@@ -30,9 +30,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server(sglang_python: str, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    with Server(Path(sglang_python), models[0], tmp_path_factory.mktemp("log") / "server.log", port) as running:
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with Server(Path(sglang_python), models[0], log, free_ports(1)[0]) as running:
         yield running
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -74,7 +75,8 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = recipe.model_dump(mode="json")
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    partial = run_dir / f"{RESOLVED}.{os.getpid()}.partial"  # several processes of a split launch may write it at once
+    # Several processes of a split launch may write it at once.
+    partial = run_dir / f"{RESOLVED}.{os.getpid()}-{threading.get_ident()}.partial"
     partial.write_text(json.dumps(tree, indent=1))
     partial.replace(run_dir / RESOLVED)
 

@@ -266,6 +266,12 @@ class Recipe(Section):
         """Whether its services cannot, or shall not, do without keys."""
         return self.security.tls == "on" or not self.is_on_loopback
 
+    @property
+    def ready_timeout_s(self) -> float:
+        """Until every process of the run is ready: with SGLang, when its servers have loaded the models."""
+        loading = [s.sglang.ready_timeout_s for s in self.inference.values() if s.engine == "sglang"]
+        return self.launch.ready_timeout_s + max(loading, default=0.0)
+
     def model_path(self, policy: str, run_dir: Path) -> str:
         """Where the starting checkpoint of a policy lies: its own path, or what the warm start makes."""
         path = self.policies[policy].model.path

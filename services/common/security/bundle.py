@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +104,13 @@ def save(folder: Path, bundle: Bundle) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace a file, readable by its owner only from its first moment on."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 600
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # a leftover of the same name may have had other rights
             file.write(data)
-        partial.replace(path)
+        os.replace(name, path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
 
 

@@ -99,7 +99,7 @@ def test_processes_that_come_at_once_share_one_set_of_keys(tmp_path: Path) -> No
     def come() -> None:
         together.wait(10)
         try:
-            keys_of_run(recipe, tmp_path, {})
+            keys_of(recipe, tmp_path, {})
         except BaseException as error:
             failures.append(error)
 

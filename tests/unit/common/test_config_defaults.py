@@ -52,3 +52,13 @@ def test_another_section_and_an_unknown_key_are_refused(tmp_path: Path) -> None:
         load_recipe(written(tmp_path, TREE | {"defaults": {"data": {}}}), (), {})
     with pytest.raises(ConfigError, match=r"policies\.model0\.batch\.sise: unknown key; did you mean 'size'"):
         load_recipe(written(tmp_path, TREE), ["defaults.policies.batch.sise=1"], {})
+
+
+def test_with_sglang_the_launcher_waits_until_models_are_loaded() -> None:
+    plain = load_recipe(Path("recipes/quickstart"), ["launch.ready_timeout_s=10"], {})
+    loading = load_recipe(
+        Path("recipes/quickstart"),
+        ["launch.ready_timeout_s=10", "inference.a.engine=sglang", "inference.a.sglang.ready_timeout_s=50"],
+        {},
+    )
+    assert (plain.ready_timeout_s, loading.ready_timeout_s) == (10.0, 60.0)

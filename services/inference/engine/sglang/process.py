@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import secrets
 import signal
-import socket
 import tempfile
 from pathlib import Path
 
 import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
+from services.common.free_ports import free_ports
 from services.common.process import bound_to_this_process
 from services.common.security.bundle import without_keys
 from services.inference.engine.sglang.client import SglangClient
@@ -22,6 +23,9 @@ from services.inference.engine.sglang.command import ServerCommand
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.5
+PORTS_TRIED = 3  # of one start: a server binds its port when it has loaded, seconds to minutes after it was found free
+_NEIGHBOURS = 16  # servers that may start at the same moment in this process
+_starts = itertools.count()
 LEFTOVERS_POLL_S, LEFTOVERS_POLLS = 0.05, 60  # for workers to follow their server
 _LAST_LINES = 12
 _TAIL_BYTES = 64 * 1024
@@ -48,8 +52,14 @@ _HINTS = (
         r"configuration|does not appear to have a file named|Cannot find any model weights|Unrecognized model",
         "the model path holds no model that SGLang can read: correct policies.<name>.model.path",
     ),
-    (r"[Aa]ddress already in use", "a port was taken meanwhile; it is tried again on another"),
+    (r"[Aa]ddress already in use", f"ports were taken meanwhile, {PORTS_TRIED} times in a row"),
 )
+
+_PORT_TAKEN = re.compile(r"error while attempting to bind on address .*already in use")
+
+
+class _PortTakenError(InfrastructureError):
+    """Somebody else listens where the server meant to."""
 
 
 class ServerProcess:
@@ -81,12 +91,17 @@ class ServerProcess:
         key = secrets.token_urlsafe(32)
         config = _private_file(f"api-key: {key}\n")
         try:
+            for _ in range(PORTS_TRIED - 1):
+                try:
+                    return await self._start(version, key, config)
+                except _PortTakenError:
+                    log.warning("sglang.port_taken", server=self.name)
             return await self._start(version, key, config)
         finally:
             config.unlink()
 
     async def _start(self, version: int, key: str, config: Path) -> SglangClient:
-        port = _free_port()
+        port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
         argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version), "--config", str(config)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
@@ -144,6 +159,9 @@ class ServerProcess:
         while not await client.is_ready():
             if self._child.returncode is not None:
                 raise InfrastructureError(self._obituary(self._child.returncode, " while loading"))
+            if _PORT_TAKEN.search(self._output()):
+                # It would stay for two minutes, asking the port's owner whether it is ready.
+                raise _PortTakenError(f"the SGLang server {self.name} found its port taken\n{self._last_words()}")
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(
                     f"the SGLang server {self.name} did not answer within {self._ready_timeout_s:g} s "
@@ -188,13 +206,6 @@ def _private_file(text: str) -> Path:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     return Path(name)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _signal_group(pid: int, how: int) -> bool:
