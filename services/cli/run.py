@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.status import Status
 from rich.table import Table
 
 from services.cli.errors import Interrupted
+from services.cli.follow import show_now
 from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
 from services.cli.node_bundles import write_bundles
 from services.cli.nodes import commands_for_other_nodes, with_addresses
@@ -29,7 +31,7 @@ from services.cli.plan import (
     with_free_ports,
 )
 from services.cli.processes import Processes, children_cpu_seconds
-from services.cli.progress_view import ProgressView, state_word
+from services.cli.progress_view import ProgressView
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.common.config.loading import load_resolved, save_resolved, with_run_id
@@ -178,19 +180,10 @@ def _follow(
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told
-                try:
-                    progress = client.get_run().progress
-                except InfrastructureError as error:
-                    log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
-                    silence.missed()
-                    if finished_at is None and (stall := silence.stall) is not None:
-                        view.silent(stall)
-                else:
-                    silence.answered()
-                    view.show(progress)
-                    if state_word(progress.state) in ("finished", "stopped"):
-                        finished_at = finished_at or time.monotonic()
-                if finished_at and time.monotonic() - finished_at > FINISH_TIMEOUT_S:
+                if finished_at is None:
+                    with suppress(InfrastructureError):  # told by the view
+                        finished_at = time.monotonic() if show_now(client, view, silence) else None
+                elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
                 time.sleep(POLL_S)
