@@ -12,8 +12,13 @@ def address(host: str, port: int) -> str:
     >>> address("fd00::7", 50050)
     '[fd00::7]:50050'
     """
+    return f"{bracketed(host)}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in front of a port: IPv6 addresses in brackets."""
     bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+    return f"[{bare}]" if ":" in bare else bare
 
 
 def host_of(place: str) -> str:
