@@ -26,7 +26,6 @@ from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import warm_start_commands
 from services.common.config.loading import save_resolved, validate
 from services.common.errors import MillraceError
-from services.common.free_ports import free_ports
 from services.common.pb import run_pb2
 
 READY_S = 120.0

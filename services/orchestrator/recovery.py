@@ -30,7 +30,6 @@ class _Survey:
 
     closed: set[str] = field(default_factory=set)  # task groups
     evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
-    last_group: str = ""
     last_state: Row | None = None
     num_rows: int = 0
 
@@ -66,8 +65,6 @@ def _survey(rows: Iterator[Row]) -> _Survey:
             survey.closed.add(row.key)
         elif row.kind == records.EVALUATION:
             survey.evaluated.add(row.key)
-        elif row.kind == records.GROUP:
-            survey.last_group = row.key
         elif row.kind == records.STATE:
             survey.last_state = row
     return survey

@@ -127,10 +127,6 @@ class Server:
         """What GetStatus answers, now."""
         return self._status.now()
 
-    def set_run_id(self, run_id: str) -> None:
-        check_bind(self.service, self.host, self.identity, run_id)
-        self._status.run_id = run_id
-
     async def start(self) -> int:
         """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``."""
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
