@@ -46,7 +46,7 @@ def plot_time(run_dir: Path, output: Path) -> Path | None:
     ax.set_xlim(0, 1)
     ax.set_xlabel("share of its time; an arrow points at the component that it waits for")
     ax.set_title(f"{run_dir.name}: where the time went")
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.savefig(output, dpi=110)
     pyplot.close(figure)
     return output

@@ -51,7 +51,7 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
             _sink,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=_Terminal,
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
@@ -109,6 +109,22 @@ class _Sink:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class _Terminal:
+    """Writes events to standard error, which a launcher may have pointed at a file on a disk that is full."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def msg(self, message: str) -> None:
+        try:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+        except OSError:
+            pass  # nobody can be told, and a service must not end over it
+
+    log = debug = info = warning = warn = error = critical = exception = fatal = failure = msg
 
 
 _sink: _Sink | None = None  # the one that is configured

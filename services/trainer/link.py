@@ -61,7 +61,8 @@ class GrpcLink:
 
     def set_state(self, state: str, training_step: int) -> None:
         self._client.report.state, self._client.report.training_step = state, training_step
-        self._account.enter(state, on=self._waits_for(state))
+        activity = "waiting for a batch" if state == "waiting_for_batch" else state
+        self._account.enter(activity, on=self._waits_for(state))
 
     def set_gauge(self, name: str, value: float) -> None:
         self._client.report.gauges = {**self._client.report.gauges, name: value}  # read by the other thread

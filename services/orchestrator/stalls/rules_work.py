@@ -27,7 +27,7 @@ RESTING = frozenset(
     {
         "idle",
         "starting",
-        "waiting_for_batch",
+        "waiting for a batch",
         "paused",
         "finished",
         "exporting",

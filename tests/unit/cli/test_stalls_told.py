@@ -21,7 +21,7 @@ STALL = run_pb2.Stall(
     cause="silent",
     detail="nobody has heard of it for 12 s",
     advice="start it again",
-    chain=["trainer/model0 waits for orchestrator: waiting_for_batch (12 s)"],
+    chain=["trainer/model0 waits for orchestrator: waiting for a batch (12 s)"],
 )
 
 
@@ -56,13 +56,13 @@ def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
         component="trainer/model0",
         activities=[
             account_pb2.ActivityTime(activity="training", seconds=3.0),
-            account_pb2.ActivityTime(activity="waiting_for_batch", on="orchestrator", seconds=1.0),
+            account_pb2.ActivityTime(activity="waiting for a batch", on="orchestrator", seconds=1.0),
         ],
     )
     Console(file=output, width=200).print(render(run_pb2.RunProgress(stalls=[STALL], accounts=[account]), "run"))
     assert "STALLED" in output.getvalue()
     assert "75% training" in output.getvalue()
-    assert "25% waiting_for_batch (orchestrator)" in output.getvalue()
+    assert "25% waiting for a batch (orchestrator)" in output.getvalue()
 
 
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
@@ -98,7 +98,7 @@ def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:
     path = tmp_path / "metrics" / "orchestrator.jsonl"
     path.write_bytes(orjson.dumps({"kind": "throughput", "time": 1.0}) + b"\n")
     assert plot_time(tmp_path, tmp_path / "time.png") is None
-    shares = {"trainer/model0": {"training": 0.7, "waiting_for_batch -> orchestrator": 0.3}}
+    shares = {"trainer/model0": {"training": 0.7, "waiting for a batch -> orchestrator": 0.3}}
     with path.open("ab") as file:
         file.write(orjson.dumps({"kind": "accounts", "time": 2.0, "shares": shares, "waits": {}}) + b"\n")
     assert plot_time(tmp_path, tmp_path / "time.png") == tmp_path / "time.png"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,17 @@ def test_what_libraries_log_is_an_event(tmp_path: Path) -> None:
     (line,) = lines(tmp_path / "logs" / "trainer.jsonl")
     assert (line["event"], line["logger"], line["message"]) == ("library.log", "grpc", "3 calls lost")
     assert (line["level"], line["run"]) == ("error", "r1")
+
+
+def test_a_full_disk_under_standard_error_stops_nobody(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, structlog; from services.common import logs\n"
+        "logs.configure('gateway', pathlib.Path('.'))\n"
+        "for _ in range(3): structlog.get_logger().error('disk.full', detail='x' * 9000)\n"
+        "pathlib.Path('alive').touch()"
+    )
+    with Path("/dev/full").open("wb") as full:
+        subprocess.run(
+            [sys.executable, "-c", code], stderr=full, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())}, check=False
+        )
+    assert (tmp_path / "alive").exists()

@@ -13,7 +13,7 @@ def trainer(training_s: float, waiting_s: float) -> AccountState:
         component="trainer/model0",
         activities=(
             ActivityTime(name="training", seconds=training_s),
-            ActivityTime(name="waiting_for_batch", on="orchestrator", seconds=waiting_s),
+            ActivityTime(name="waiting for a batch", on="orchestrator", seconds=waiting_s),
         ),
     )
 
@@ -24,7 +24,7 @@ def test_a_component_that_was_started_again_keeps_what_its_earlier_life_booked()
     book.note([trainer(3.0, 7.0)])
     book.note([trainer(0.5, 0.5)])  # a new process
     book.note([trainer(1.0, 1.0)])
-    assert book.summary() == {"trainer/model0": {"waiting_for_batch -> orchestrator": 0.6667, "training": 0.3333}}
+    assert book.summary() == {"trainer/model0": {"waiting for a batch -> orchestrator": 0.6667, "training": 0.3333}}
     assert book.waits() == {"trainer/model0": {"": 0.3333, "orchestrator": 0.6667}}
 
 

@@ -243,7 +243,7 @@ def test_a_stall_is_named_within_30_s_and_ends_when_it_ends(
 
 
 def test_the_chain_leads_from_the_trainer_to_the_cause(run: MadeUpRun) -> None:
-    run.set_account(lambda: account("trainer/model0", activity("waiting_for_batch", "orchestrator", age=12.0)))
+    run.set_account(lambda: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=12.0)))
     silent_gateway(run)
     run.named_within()
     (stall,) = run.stalls
@@ -362,7 +362,7 @@ def test_who_never_came_is_named_once_processes_had_time_to_load_models() -> Non
 
 def test_when_nothing_goes_on_and_no_rule_knows_why_the_end_of_the_waits_is_named(run: MadeUpRun) -> None:
     run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
-    run.set_account(lambda: account("trainer/model0", activity("waiting_for_batch", "orchestrator", age=50.0)))
+    run.set_account(lambda: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
     run.set_account(lambda: account("replica/a", activity("running the workflow", "my-tool-server", age=9.0)))
     assert run.named_within(30) == {("my-tool-server", "no_progress")}
 
@@ -372,7 +372,7 @@ def test_a_full_quota_that_makes_no_batch_is_named() -> None:
     run.run(HEALTHY_S)
     run.freeze("records")
     run.set_replica(num_running=0)
-    run.set_account(lambda: account("trainer/model0", activity("waiting_for_batch", "orchestrator", age=50.0)))
+    run.set_account(lambda: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
     run.set_account(lambda: account("replica/a", activity("waiting for task groups", "orchestrator", age=50.0)))
     run.set_policy(quota_full=True, num_kept=3)
     assert run.named_within(30) == {("orchestrator", "quota_full")}
