@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from services.cli.errors import Interrupted
 from services.cli.follow import show_now
@@ -156,7 +155,7 @@ def _start(
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
         processes.wait_ready(recipe.ready_timeout_s, stop.check, later)
     ready = [spec for spec in specs if spec.name not in later]
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
+    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}", markup=False)
 
 
 def _follow(
@@ -230,17 +229,6 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
     for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
         flat[key] = summary.get(key)
     return flat
-
-
-def time_table(summary: dict[str, Any]) -> Table:
-    """Where the time of each component went, with whom it waited for: its three largest activities."""
-    table = Table(box=None, pad_edge=True, header_style="dim", title="where the time went", title_justify="left")
-    for column in ("component", "", "", ""):
-        table.add_column(column)
-    for component, shares in summary.get("time", {}).items():
-        largest = [f"{share:.0%} {what}" for what, share in list(shares.items())[:3] if share >= 0.005]
-        table.add_row(component, *largest, *[""] * (3 - len(largest)))
-    return table
 
 
 def _picture(run_dir: Path) -> Path | None:
