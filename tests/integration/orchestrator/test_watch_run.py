@@ -36,7 +36,7 @@ async def test_a_watcher_that_does_not_read_costs_a_window_and_then_hears_what_i
 
     monkeypatch.setattr(servicer_run, "progress", progress)
     monkeypatch.setattr(servicer_run, "WATCH_EVERY_S", 0.0005)
-    servicer = RunServicer(cast(Any, SimpleNamespace(recipe=SimpleNamespace(model_dump_json=lambda: "{}"))))
+    servicer = RunServicer(cast(Any, SimpleNamespace(recipe=SimpleNamespace(model_dump=lambda mode: {}))))
     server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=0)
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, "millrace.v1.RunService")
     server.on_stop(servicer.closing.set)
