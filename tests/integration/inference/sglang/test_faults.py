@@ -211,6 +211,20 @@ async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_pat
     await engine.stop()
 
 
+async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.inference.engine.sglang.server.STALL_ANSWER_S", 0.3)
+    engine = await launch(stall_timeout_s=0.2)
+    (server,) = engine._servers
+    frozen = server.process.pid
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        check_whole(await engine.generate(request()))
+    assert server.process.pid != frozen
+
+
 # -- an update that goes wrong ------------------------------------------------------------------------------------
 
 
