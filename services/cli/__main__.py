@@ -68,6 +68,10 @@ def run(
     if (recipe is None) == (resume is None):
         raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
     if resume is not None:
+        if set_ or profile:
+            raise ConfigError(
+                "a run that goes on keeps its recipe: leave out --set and --profile, or start another run"
+            )
         resolved, run_dir = reopen(resume)
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)

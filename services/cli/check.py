@@ -16,6 +16,7 @@ from rich.text import Text
 
 from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
+from services.cli.model_files import model_problems
 from services.cli.plan import plan, ports_in_use
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
@@ -25,12 +26,11 @@ from services.common.importing import load_object
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    problems = [*ports_in_use(recipe), *misfits(recipe)]
+    problems = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe)]
     checks: list[Callable[[], object]] = [
         lambda: _check_data("data.train", recipe.data.train),
         lambda: _check_evaluation_data(recipe),
         lambda: _check_workflow(recipe),
-        lambda: _check_models(recipe),
         lambda: _check_warm_start(recipe),
     ]
     for check in checks:
@@ -135,18 +135,6 @@ def _check_workflow(recipe: Recipe) -> None:
     for service in recipe.inference.values():
         if service.engine == "forced":
             load_scripts(service.forced, recipe)
-
-
-def _check_models(recipe: Recipe) -> None:
-    for name, policy in recipe.policies.items():
-        path = policy.model.path
-        if path is None:
-            continue
-        looks_local = path.startswith(("/", ".", "~"))
-        if looks_local and not (Path(path).expanduser() / "config.json").is_file():
-            raise ConfigError(
-                f"policies.{name}.model.path: {path} holds no config.json; write a Hugging Face model directory or a hub name"
-            )
 
 
 def _check_warm_start(recipe: Recipe) -> None:

@@ -24,7 +24,7 @@ def gpus_here() -> list[float]:
 
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
     """A line for each section of node 0 whose GPUs this machine lacks, or whose memory the recipe overrates."""
-    problems = []
+    problems = [] if memory_gib else _devices_without_a_gpu(recipe)
     for claim in gpu_claims(recipe.inference, recipe.policies):
         if claim.node != 0:
             continue
@@ -49,3 +49,23 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
                 "`millrace check` says what does not fit"
             )
     return problems
+
+
+def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
+    """Sections of node 0 that say cuda, and name no GPUs: those that do are told of them."""
+    sections = {
+        f"inference.{name}.device": service.device
+        for name, service in recipe.inference.items()
+        if service.node == 0 and service.engine in ("torch", "forced") and not service.gpus
+    }
+    sections |= {
+        f"policies.{name}.trainer.device": policy.trainer.device
+        for name, policy in recipe.policies.items()
+        if recipe.run.steps and not policy.trainer.gpus
+    }
+    return [
+        f"{where} is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
+        "on a GPU machine"
+        for where, device in sections.items()
+        if device == "cuda"
+    ]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import bundle as files
 from services.common.security import certificates, tokens
 from services.common.security.bundle import DAYS, Bundle
@@ -133,14 +133,19 @@ class Keyring:
         found = []
         for certificate in sorted(folder.rglob(files.CERTIFICATE)):
             held = files.load(certificate.parent)
-            holder = certificates.holder_of(held.certificate)
+            try:
+                holder, claims = certificates.holder_of(held.certificate), tokens.read(held.token)
+            except (ConfigError, UnauthenticatedError) as error:
+                raise ConfigError(
+                    f"{certificate.parent}: {error.message}; copy the whole directory again, or make the keys anew"
+                ) from None
             found.append(
                 Entry(
                     folder=certificate.parent,
                     role=holder.role,
                     run=holder.run,
                     certificate_ends_at=holder.ends_at,
-                    token_ends_at=tokens.read(held.token).ends_at,
+                    token_ends_at=claims.ends_at,
                 )
             )
         return found

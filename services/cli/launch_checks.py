@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from services.cli.gpus_here import gpu_problems, gpus_here
 from services.cli.memory_estimate import misfits
+from services.cli.model_files import model_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -22,7 +23,7 @@ _ASK_TIMEOUT_S = 30.0  # for another interpreter
 
 def check_launch(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is missing and how to get it."""
-    problems = [*misfits(recipe), *launch_problems(recipe)]
+    problems = [*misfits(recipe), *model_problems(recipe), *launch_problems(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 

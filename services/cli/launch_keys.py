@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.cli.plan import ProcessSpec
 from services.common.config.recipe import Recipe
-from services.common.security.bundle import CA, VARIABLE
+from services.common.security.bundle import CA, VARIABLE, is_there
 from services.common.security.identity import Identity, configure
 from services.common.security.roles import Role
 
@@ -33,7 +33,7 @@ def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.e
     if recipe.security.tls == "off":
         return None
     folder = run_dir / KEYS
-    if (folder / CA).exists():
+    if is_there(folder / CA):
         return folder
     if given := environment.get(VARIABLE):
         return Path(given).resolve()
@@ -75,7 +75,7 @@ def renew_in_time(keys: Path | None) -> bool:
         return False
     from services.cli.keyring import CA_KEY, Keyring
 
-    if not (keys / CA_KEY).exists():
+    if not is_there(keys / CA_KEY):
         return False
     ring = Keyring(keys)
     ends_at = min(min(each.certificate_ends_at, each.token_ends_at) for each in ring.entries())
@@ -93,7 +93,7 @@ def with_keys(spec: ProcessSpec, keys: Path | None) -> ProcessSpec:
         own = keys / _ROLES[kind].value
         # grpc tells of every handshake that a stranger did not finish; whoever likes could fill the disk with that.
         quiet = os.environ.get("GRPC_VERBOSITY", "ERROR")
-        variables = {VARIABLE: str(own if own.is_dir() else keys), "GRPC_VERBOSITY": quiet}
+        variables = {VARIABLE: str(own if is_there(own) else keys), "GRPC_VERBOSITY": quiet}
     return dataclasses.replace(spec, env={**spec.env, **variables})
 
 

@@ -54,12 +54,12 @@ class ModelShape:
     @classmethod
     def from_config(cls, file: Path) -> ModelShape | None:
         """Of a dense decoder with gated MLP, counted from its dimensions; None when they are not all there."""
-        config = json.loads(file.read_text())
         try:
+            config = json.loads(file.read_text())
             hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
             intermediate, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
             vocabulary = int(config["vocab_size"])
-        except (KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         head_dim = int(config.get("head_dim") or hidden // heads)
         kv_width = int(config.get("num_key_value_heads") or heads) * head_dim

@@ -33,7 +33,7 @@ def write_bundles(recipe: Recipe, run_dir: Path, keys: Path) -> None:
     """
     for node in other_nodes(recipe):
         roles = {role_of(spec.name) for spec in plan(recipe, run_dir, node)}
-        if all((keys / role.value).is_dir() for role in roles):
+        if all(files.is_there(keys / role.value) for role in roles):
             _write(recipe, run_dir, keys, roles, run_dir / BUNDLES / str(node))
 
 
@@ -57,7 +57,7 @@ def keys_of_process(
     if named := environment.get(VARIABLE, ""):
         return Path(named).resolve()
     folder = run_dir / KEYS
-    if folder.exists():
+    if files.is_there(folder):
         return folder
     if not other_nodes(recipe) and not recipe.needs_keys:
         return None
@@ -68,7 +68,7 @@ def keys_of_process(
         )
     console.print(f"waiting for the orchestrator to make the keys in {folder}", highlight=False, soft_wrap=True)
     deadline = time.monotonic() + KEYS_WAIT_S
-    while not folder.exists():
+    while not files.is_there(folder):
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"nobody made the keys of the run in {folder} within {KEYS_WAIT_S:g} s: start the orchestrator with the same "

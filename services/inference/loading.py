@@ -86,6 +86,7 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
 def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     import torch
 
+    from services.common.devices import chosen_device
     from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
     from services.inference.engine.forced import ForcedEngine
     from services.inference.engine.torch_engine import TorchEngine
@@ -93,6 +94,7 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     script = None
     if config.engine == "forced":  # before the model: a wrong setting costs a second
         script = load_scripts(config.forced, settings.recipe)
+    device = chosen_device(config.device, f"the device of the inference service of {policy}")  # likewise
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
@@ -107,9 +109,6 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     published = mirror.host_tensors()
     for name, weight in named_weights(model).items():
         weight.copy_(published[name])
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = TorchEngine if script is None else ForcedEngine
     engine = kind(
         model,

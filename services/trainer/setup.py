@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from services.common.config.recipe import Recipe
+from services.common.devices import chosen_device
 from services.common.models import check_model_matches, load_tokenizer
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
 from services.trainer.model import load_policy_model
@@ -26,7 +27,7 @@ def join_ranks(recipe: Recipe, policy: str) -> Ranks:
     torch.set_num_threads(config.threads)
     return init_ranks(
         timeout_s=COLLECTIVE_TIMEOUT_S,
-        device=None if config.device == "auto" else config.device,
+        device=chosen_device(config.device, f"policies.{policy}.trainer.device"),
         always_group=config.compute_dtype != config.master_dtype or "reference" in config.offload,
     )
 

@@ -32,12 +32,18 @@ Service = dict[str, Any]
 def compose_file(layout: Layout, context: str) -> str:
     """The text of ``compose.yaml``; ``context`` is the way from its directory to the checkout.
 
-    Raises ``ConfigError`` for a recipe over several nodes.
+    Raises ``ConfigError`` for a recipe over several nodes, and for one with keys, which nobody is there to hand out.
     """
     if layout.nodes != [0]:
         raise ConfigError(
             f"{layout.path} runs on nodes {', '.join(map(str, layout.nodes))}, and a compose file is for one machine: "
             "write launch scripts with --target scripts"
+        )
+    if layout.recipe.needs_keys:
+        raise ConfigError(
+            "security.tls is on, or a host is not loopback, and a compose file has no keys: its containers share a loopback "
+            "that nothing else reaches; leave these settings out, or start the images with keys (docs/deploy.md, Containers "
+            "on several hosts)"
         )
     services: dict[str, Service] = {POD: _pod(context)}
     if layout.metrics_ports:

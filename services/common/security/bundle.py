@@ -61,13 +61,41 @@ def find(where: Path, roles: Sequence[Role]) -> Path:
     Raises ``ConfigError``.
     """
     for folder in (*(where / role.value for role in roles), where):
-        if (folder / CERTIFICATE).is_file():
+        if is_there(folder / CERTIFICATE):
             return folder
     names = " or ".join(role.value for role in roles)
+    if not where.is_dir():
+        what = "is no directory" if where.exists() else "does not exist"
+        raise ConfigError(
+            f"{VARIABLE} is {where}, which {what}, so there are no keys of role {names}: name a directory that "
+            "`millrace keys` made, or its sub-directory of that role"
+        )
     raise ConfigError(
         f"{VARIABLE} is {where}, but there are no keys of role {names}: name a directory that `millrace keys` made, or "
         "its sub-directory of that role"
     )
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file or directory of keys is there. Raises ``ConfigError`` where this user may not look."""
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise unusable(path, error) from None
+    except OSError:
+        return False
+    return True
+
+
+def unusable(path: Path | str, error: OSError) -> ConfigError:
+    """What to do about a file of keys that cannot be read. In a container the user is seldom who made the keys."""
+    if isinstance(error, PermissionError):
+        user = os.geteuid()
+        return ConfigError(
+            f"{path}: user {user} may not read it, because keys are for their owner alone: give this user a copy of the "
+            f"role's directory (chown -R {user}), or start this process as their owner"
+        )
+    return ConfigError(f"{path}: {error.strerror}; copy the whole directory of the role")
 
 
 def load(folder: Path) -> Bundle:
@@ -121,7 +149,7 @@ def _read(path: Path) -> bytes:
                 raise ConfigError(f"{path} is a secret that every user of this machine may read: chmod 600 {path}")
             return file.read()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; copy the whole directory of the role") from None
+        raise unusable(path, error) from None
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:

@@ -132,9 +132,12 @@ def holder_of(certificate: bytes) -> Holder:
 
     Raises ``ConfigError`` for what is no certificate of a run.
     """
+    pem = certificate.lstrip().startswith(b"-----")
     try:
-        pem = certificate.lstrip().startswith(b"-----")
         read = x509.load_pem_x509_certificate(certificate) if pem else x509.load_der_x509_certificate(certificate)
+    except ValueError:
+        raise ConfigError("this is no certificate, or a part of one") from None
+    try:
         names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         run, role = _from_uri(uris)
@@ -149,6 +152,15 @@ def is_pair(certificate: bytes, key: bytes) -> bool:
         return x509.load_pem_x509_certificate(certificate).public_key() == _private(key).public_key()
     except (ValueError, ConfigError):
         return False
+
+
+def is_certificate(pem: bytes) -> bool:
+    """Whether this is a certificate at all."""
+    try:
+        x509.load_pem_x509_certificate(pem)
+    except ValueError:
+        return False
+    return True
 
 
 def _from_uri(uris: Sequence[str]) -> tuple[str, Role]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import bundle as files
 from services.common.security.bundle import Bundle
 from services.common.security.roles import Role
@@ -80,25 +80,50 @@ class Identity:
         log.info("keys.renewed", folder=str(self.folder), role=self.role.value)
 
     def _load(self) -> tuple[Bundle, Holder]:
-        from services.common.security.certificates import holder_of, is_pair  # cryptography: for those with keys only
+        from services.common.security.certificates import holder_of, is_certificate, is_pair  # for those with keys only
 
         loaded = files.load(self.folder)
         try:
             holder = holder_of(loaded.certificate)
         except ConfigError as error:
-            raise ConfigError(f"{self.folder / files.CERTIFICATE}: {error.message}") from None
+            raise ConfigError(
+                f"{self.folder / files.CERTIFICATE}: {error.message}; copy the whole directory of the role"
+            ) from None
         if not is_pair(loaded.certificate, loaded.key):
             raise ConfigError(
                 f"{self.folder / files.KEY} is not the key of {self.folder / files.CERTIFICATE}: copy the whole directory "
                 "of the role, or make the keys anew"
             )
+        if not is_certificate(loaded.ca):
+            raise ConfigError(
+                f"{self.folder / files.CA} is no certificate, or a part of one: copy the whole directory of the role"
+            )
+        self._check_token(loaded, holder)
         return loaded, holder
+
+    def _check_token(self, loaded: Bundle, holder: Holder) -> None:
+        """That the token is one, of this run, and that the key beside it checks it; its times are told when it is used."""
+        from services.common.security import tokens
+
+        try:
+            issued_at = tokens.read(loaded.token).issued_at
+        except UnauthenticatedError:
+            raise ConfigError(
+                f"{self.folder / files.TOKEN} is no run token: copy the whole directory of the role"
+            ) from None
+        try:
+            tokens.check(loaded.token, loaded.token_public, holder.run, issued_at)
+        except UnauthenticatedError:
+            raise ConfigError(
+                f"{self.folder / files.TOKEN} does not fit {files.TOKEN_PUBLIC} and {files.CERTIFICATE} beside it: copy the "
+                "whole directory of the role"
+            ) from None
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
         try:
             stats = [(self.folder / name).stat() for name in files.FILES]
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}; copy the whole directory of the role") from None
+            raise files.unusable(error.filename, error) from None
         return tuple((each.st_mtime_ns, each.st_ino) for each in stats)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from services.cli.launch_checks import check_launch
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 
+HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
@@ -22,7 +25,9 @@ def recipe(tmp_path: Path) -> Path:
     (tmp_path / "broken.jsonl").write_text('{"problem": "1+1", "answer": "2"}\nnot json\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(HEADER)) + HEADER + bytes(8))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -65,6 +70,31 @@ def test_ten_broken_recipes_get_ten_precise_messages(recipe: Path, override: str
         check_recipe(load_recipe(recipe, [override.replace("{here}", str(recipe.parent))], {}))
     for expected in told:
         assert expected in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("config.json", b'{"model_type": ', "config.json cannot be read"),
+        ("config.json", b"[]", "config.json is no JSON object"),
+        ("config.json", None, "holds no config.json"),
+        ("tokenizer_config.json", None, "holds no tokenizer_config.json"),
+        ("model.safetensors", None, "holds no weights"),
+        ("model.safetensors", b"", "model.safetensors is no safetensors file, or was cut off"),
+        ("model.safetensors", b"x" * 100, "model.safetensors is no safetensors file, or was cut off"),
+        ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER + bytes(3), "has 72 bytes of 77"),
+    ],
+)
+def test_a_broken_model_directory_is_told_by_check_and_before_a_start(
+    recipe: Path, file: str, content: bytes | None, told: str
+) -> None:
+    target = recipe.parent / "model" / file
+    target.unlink() if content is None else target.write_bytes(content)
+    for look in (check_recipe, check_launch):
+        with pytest.raises(ConfigError) as caught:
+            look(load_recipe(recipe))
+        assert "policies.model0.model.path: " in caught.value.message
+        assert told in caught.value.message
 
 
 def test_a_taken_port_is_told_with_the_key_that_sets_it(recipe: Path) -> None:

@@ -119,6 +119,13 @@ def test_a_recipe_over_two_nodes_has_no_compose_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("setting", ["security.tls=on", "orchestrator.host=0.0.0.0"])
+def test_a_recipe_with_keys_has_no_compose_file(tmp_path: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match="a compose file has no keys"):
+        deploy(QUICKSTART, "compose", tmp_path, [setting])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_recipe_outside_the_checkout_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(f"extends: {QUICKSTART / 'recipe.yaml'}\nname: mine\n")

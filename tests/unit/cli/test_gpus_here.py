@@ -36,6 +36,15 @@ def test_a_machine_without_a_gpu_says_so_for_each_section() -> None:
     assert all("no NVIDIA GPU" in line for line in lines)
 
 
+def test_a_device_that_is_cuda_is_told_where_there_is_no_gpu() -> None:
+    overrides = ["inference.a.device=cuda", "policies.model0.trainer.device=cuda"]
+    quickstart = load_recipe(REPOSITORY / "recipes/quickstart", overrides, {})
+    lines = gpu_problems(quickstart, [])
+    assert [line.partition(" is ")[0] for line in lines] == ["inference.a.device", "policies.model0.trainer.device"]
+    assert all("no NVIDIA GPU" in line and "write cpu or auto" in line for line in lines)
+    assert gpu_problems(quickstart, [80.0]) == []
+
+
 def test_less_memory_than_the_recipe_counts_with_is_told_with_the_number_to_write() -> None:
     lines = gpu_problems(recipe(), [80.0, 80.0, 23.7, 80.0, *[80.0] * 4])
     assert len(lines) == 1

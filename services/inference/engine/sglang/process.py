@@ -88,7 +88,7 @@ class ServerProcess:
             InfrastructureError: it died while loading; the message has its last lines and what may help.
             DeadlineError: it did not answer in time.
         """
-        key = secrets.token_urlsafe(32)
+        key = secrets.token_hex(32)  # SGLang takes one that begins with "-" for an option
         config = _private_file(f"api-key: {key}\n")
         try:
             for _ in range(PORTS_TRIED - 1):

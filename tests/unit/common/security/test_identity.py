@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,30 @@ def test_a_secret_that_everybody_may_read_is_refused(keys: Keyring) -> None:
         as_role(keys, Role.TRAINER)
 
 
+@contextmanager
+def somebody_else(keys: Keyring) -> Iterator[None]:
+    """For as long as this lasts, the keys are another user's."""
+    if os.geteuid() == 0:  # whom no mode keeps out
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    else:
+        keys.folder.chmod(0)
+        try:
+            yield
+        finally:
+            keys.folder.chmod(0o700)
+
+
+def test_keys_of_another_user_are_refused_with_what_to_do(keys: Keyring) -> None:
+    with somebody_else(keys):
+        for where in (keys.folder, keys.folder / "inference"):
+            with pytest.raises(ConfigError, match=f"user {os.geteuid()} may not read it.*chown -R"):
+                configured(where, Role.INFERENCE)
+
+
 def test_a_key_of_another_certificate_is_refused(keys: Keyring) -> None:
     shutil.copy(keys.folder / "viewer" / "key.pem", keys.folder / "trainer" / "key.pem")
     with pytest.raises(ConfigError, match="is not the key of"):
@@ -116,3 +143,27 @@ def test_what_holds_secrets_does_not_print_them(keys: Keyring) -> None:
     who = as_role(keys, Role.TRAINER)
     assert who.bundle.token not in repr((who, who.bundle, vars(who)))
     assert "PRIVATE" not in repr((who, who.bundle, vars(who)))
+
+
+@pytest.mark.parametrize("file", ["ca.pem", "cert.pem", "key.pem", "token", "token.pub"])
+def test_files_that_were_cut_off_are_named(keys: Keyring, file: str) -> None:
+    target = keys.folder / "operator" / file
+    target.write_bytes(target.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=f"operator/{file}|{file} "):
+        configured(keys.folder, Role.OPERATOR)
+
+
+@pytest.mark.parametrize("file", ["token", "token.pub"])
+def test_files_of_another_run_are_told_from_the_runs_own(keys: Keyring, tmp_path: Path, file: str) -> None:
+    other = make_keys(tmp_path / "other")
+    shutil.copyfile(other.folder / "operator" / file, keys.folder / "operator" / file)
+    with pytest.raises(ConfigError, match="copy the whole directory of the role"):
+        configured(keys.folder, Role.OPERATOR)
+
+
+def test_a_directory_that_does_not_exist_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere, which does not exist"):
+        configured(tmp_path / "nowhere", Role.OPERATOR)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file, which is no directory"):
+        configured(tmp_path / "file", Role.OPERATOR)

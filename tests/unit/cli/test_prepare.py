@@ -1,0 +1,61 @@
+"""A new run gets a directory of its own, and nothing is left behind by one that is refused."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from services.cli import run
+from services.cli.run import prepare
+from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def quickstart(runs: Path, *overrides: str) -> Recipe:
+    return load_recipe(REPOSITORY / "recipes/quickstart", [f"run.dir={runs}", *overrides], {})
+
+
+def test_runs_that_start_in_the_same_second_share_no_directory(tmp_path: Path) -> None:
+    recipe = quickstart(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        prepared = list(pool.map(lambda _: prepare(recipe), range(8)))
+    assert len({directory for _, directory in prepared}) == 8
+    for resolved, directory in prepared:
+        assert resolved.run.id == directory.name
+        assert load_resolved(directory) == resolved
+
+
+def test_a_name_that_is_taken_is_told_with_both_ways_on(tmp_path: Path) -> None:
+    prepare(quickstart(tmp_path, "run.id=mine"))
+    with pytest.raises(ConfigError, match=r"choose another name with --set run\.id=NAME, or go on with it"):
+        prepare(quickstart(tmp_path, "run.id=mine"))
+
+
+def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/mine cannot be written \(Not a directory\).*--set run.dir="):
+        prepare(quickstart(tmp_path / "file", "run.id=mine"))
+
+
+def test_keys_that_cannot_be_used_leave_no_directory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_KEYS", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="nowhere, which does not exist"):
+        prepare(quickstart(tmp_path / "runs", "run.id=mine"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = prepare(quickstart(tmp_path))
+    monkeypatch.setattr(
+        run, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
+    )
+    with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
+        run.reopen(directory)
+    assert "..." not in caught.value.message
