@@ -98,7 +98,11 @@ def _claim(recipe: Recipe) -> Path | None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / RESOLVED).touch(exist_ok=False)
-        save_resolved(recipe, run_dir)
+        try:
+            save_resolved(recipe, run_dir)
+        except OSError:
+            (run_dir / RESOLVED).unlink()  # or the next try would find a run that is none
+            raise
     except FileExistsError:
         return None
     except OSError as error:

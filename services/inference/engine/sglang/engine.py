@@ -238,18 +238,17 @@ class SglangEngine:
     @contextmanager
     def _suspecting(self, server: Server) -> Iterator[None]:
         """For the wait until a server has taken a request: one that is frozen never does, and its connection stands."""
-        loop = asyncio.get_running_loop()
 
-        def suspect() -> None:
-            nonlocal timer
-            self._fleet.suspect(server)
-            timer = loop.call_later(self._stall_timeout_s, suspect)
+        async def suspect() -> None:
+            while True:
+                await asyncio.sleep(self._stall_timeout_s)
+                self._fleet.suspect(server)
 
-        timer = loop.call_later(self._stall_timeout_s, suspect)
+        suspecting = asyncio.ensure_future(suspect())
         try:
             yield
         finally:
-            timer.cancel()
+            suspecting.cancel()
 
     async def _next(self, stream: TokenStream, playing: Playing, leg: Leg, server: Server, rid: str) -> Chunk | None:
         """The next chunk; None when a leg that was told to end does not answer."""
