@@ -289,6 +289,22 @@ class ScriptedTrainer:
                 await asyncio.sleep(self.train_s)
             await self.publish(step, interval=(began, time.time()))
 
+    async def throughput(
+        self, seconds: float, warm_up: int = 1, warm: Callable[[], None] = lambda: None
+    ) -> tuple[int, float]:
+        """Pull and publish step after step for so long; sequences pulled and seconds, both after ``warm_up`` steps, at
+        whose end ``warm`` is called."""
+        count, begin, step = 0, 0.0, 0
+        while not begin or time.perf_counter() - begin < seconds:
+            step += 1
+            pulled = await self.pull(step)
+            count += len(pulled.sequences)
+            await self.publish(step)
+            if step == warm_up:
+                warm()
+                count, begin = 0, time.perf_counter()
+        return count, time.perf_counter() - begin
+
     async def pull(self, step: int, rank: int = 0, num_ranks: int = 1) -> Pulled:
         """Ask until the batch is there."""
         while True:

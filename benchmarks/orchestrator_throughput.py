@@ -119,15 +119,8 @@ async def _with_trainer(workload: Any, address: str) -> Any:
 
 
 async def _throughput_grpc(trainer: ScriptedTrainer, seconds: float) -> float:
-    count, begin, step = 0, 0.0, 0
-    while not begin or time.perf_counter() - begin < seconds:
-        step += 1
-        pulled = await trainer.pull(step)
-        count += len(pulled.sequences)
-        await trainer.publish(step)
-        if step == WARM_UP:
-            count, begin = 0, time.perf_counter()
-    return count / (time.perf_counter() - begin)
+    count, took_s = await trainer.throughput(seconds, WARM_UP)
+    return count / took_s
 
 
 async def _latency_grpc(trainer: ScriptedTrainer, gaps: list[float]) -> list[float]:

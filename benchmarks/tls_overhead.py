@@ -273,15 +273,8 @@ async def _trajectories(keys: Keyring | None, folder: Path, tokens: int, seconds
         async with asyncio.timeout(60):
             await trainer.join()
             await trainer.publish(0)
-        count, begin, step = 0, 0.0, 0
-        while not begin or time.perf_counter() - begin < seconds:
-            step += 1
-            pulled = await trainer.pull(step)
-            count += len(pulled.sequences)
-            await trainer.publish(step)
-            if step == 1:
-                count, begin = 0, time.perf_counter()
-        return count / (time.perf_counter() - begin)
+        count, took_s = await trainer.throughput(seconds)
+        return count / took_s
     finally:
         await trainer.close()
         kill(processes)

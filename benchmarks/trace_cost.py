@@ -36,7 +36,7 @@ from services.common.pb import trajectory_pb2
 from services.common.serde import trajectory_from_proto, trajectory_to_proto
 from services.common.types import Segment, Sequence, StopReason, Trajectory
 from services.inference.timing import RolloutClock
-from services.orchestrator.journal.records import trajectory_to_json
+from services.orchestrator.journal.rollouts import trajectory_to_json
 
 GROUP_SIZE = 8
 BATCH = 256
@@ -161,15 +161,9 @@ async def _throughput(address: str, seconds: float, pids: list[int]) -> tuple[fl
         async with asyncio.timeout(60):
             await trainer.join()
             await trainer.publish(0)
-        count, begin, step, cpu_s = 0, 0.0, 0, 0.0
-        while not begin or time.perf_counter() - begin < seconds:
-            step += 1
-            pulled = await trainer.pull(step)
-            count += len(pulled.sequences)
-            await trainer.publish(step)
-            if step == WARM_UP:
-                count, begin, cpu_s = 0, time.perf_counter(), _cpu_s(pids)
-        return count / (time.perf_counter() - begin), (_cpu_s(pids) - cpu_s) / count * 1e6
+        before: list[float] = []
+        count, took_s = await trainer.throughput(seconds, WARM_UP, lambda: before.append(_cpu_s(pids)))
+        return count / took_s, (_cpu_s(pids) - before[0]) / count * 1e6
     finally:
         await trainer.close()
 

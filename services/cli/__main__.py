@@ -60,8 +60,9 @@ def run(
     """
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
-    from services.cli.run import headline, prepare, reopen, time_table
+    from services.cli.run import headline, prepare, reopen
     from services.cli.run import run as run_recipe
+    from services.cli.time_table import time_table
     from services.common.errors import ConfigError
 
     if (recipe is None) == (resume is None):
@@ -86,7 +87,7 @@ def run(
     else:
         for key, value in headline(outcome.summary).items():
             console.print(f"  {key:>16}  {value}", highlight=False)
-        console.print(time_table(outcome.summary))
+        console.print(time_table(outcome.summary.get("time", {})))
 
 
 @app.command()
@@ -171,7 +172,8 @@ def resolve(
 
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
     resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
-    console.print(f"{directory}: orchestrator at {orchestrator_address(resolved)}", highlight=False, soft_wrap=True)
+    place = orchestrator_address(resolved)
+    console.print(f"{directory}: orchestrator at {place}", highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()

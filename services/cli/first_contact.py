@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, MillraceError
-from services.common.hosts import host_of
+from services.common.hosts import host_and_port
 from services.common.rpc.health import HEALTH_DEADLINE_S
 from services.common.rpc.status import translated_errors
 from services.common.rpc.sync_channel import sync_channel
@@ -77,7 +77,7 @@ def _is_ready(place: str) -> bool:
 
 def _obstacle(place: str) -> tuple[str, bool]:
     """What is in the way, and whether the machine is silent. Raises what waiting does not mend."""
-    host, port = host_of(place), int(place.rpartition(":")[2])
+    host, port = host_and_port(place)
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except socket.gaierror as error:

@@ -28,7 +28,7 @@ started one by one, on one node or several.
 
 1. `millrace keys recipes/quickstart -o keys` makes an authority and a directory for every role.
 
-2. Copy to each node the directories of the roles that run there (`scp -r keys/inference node1:keys/`), and nothing else:
+2. Copy to each node the directories of the roles that run there (`scp -r keys/inference node1:keys/`, where `keys` exists), and nothing else:
 `ca.key` and `token.key` make identities, and stay where they are.
 
 3. Start each process with `MILLRACE_KEYS=keys` (or `keys/inference`), commands such as `millrace watch` likewise: they use

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
-from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
+from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.status import from_call
 from services.common.rpc.sync_channel import sync_channel
 from services.common.security import identity
@@ -25,7 +25,6 @@ class OrchestratorClient:
         self.address = address
         self._channel = sync_channel(address, Peer.ORCHESTRATOR)
         self._run = run_pb2_grpc.RunServiceStub(self._channel)
-        self._status = status_pb2_grpc.StatusServiceStub(self._channel)
 
     def close(self) -> None:
         self._channel.close()
@@ -33,16 +32,6 @@ class OrchestratorClient:
     def get_run(self) -> run_pb2.GetRunResponse:
         with self._translated():
             return self._run.GetRun(run_pb2.GetRunRequest(), timeout=CALL_DEADLINE_S)
-
-    def watch(self) -> Iterator[run_pb2.RunProgress]:
-        """Progress about once a second until the run ends."""
-        with self._translated():
-            for response in self._run.WatchRun(run_pb2.WatchRunRequest()):
-                yield response.progress
-
-    def get_status(self) -> status_pb2.GetStatusResponse:
-        with self._translated():
-            return self._status.GetStatus(status_pb2.GetStatusRequest(), timeout=CALL_DEADLINE_S)
 
     def pause(self) -> None:
         with self._translated():

@@ -19,13 +19,12 @@ import structlog
 
 from services.cli.plan import ProcessSpec
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.process import DIE_WITH_PARENT
+from services.common.process import DIE_WITH_PARENT, START_AGAIN
 from services.common.rpc.health import is_serving
 
 log = structlog.get_logger()
 
 POLL_S = 0.1
-START_AGAIN = os.EX_TEMPFAIL  # of a process that is well, but lost others without which it cannot go on
 
 
 @dataclass(slots=True)

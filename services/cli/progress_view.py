@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from services.common.pb import account_pb2, run_pb2
+from services.cli.time_table import shares_of, time_table
+from services.common.pb import run_pb2
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -35,7 +36,7 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
     if progress.evaluations:
         parts.append(evaluations_table(progress))
     if progress.accounts:
-        parts.append(accounts_table(progress.accounts))
+        parts.append(time_table(shares_of(progress.accounts)))
     if progress.stalls:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
     if progress.waits:
@@ -52,23 +53,6 @@ def stall_words(stall: run_pb2.Stall) -> str:
     lines = [f"  STALLED since {since}: {stall.component}, {stall.cause.replace('_', ' ')}: {stall.detail}"]
     lines += [f"    {link}" for link in stall.chain]
     return "\n".join([*lines, f"    what to do: {stall.advice}"])
-
-
-def accounts_table(accounts: Iterable[account_pb2.TimeAccount]) -> Table:
-    """Where the time of each component went, and for whom it waited: its three largest activities."""
-    table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("component", "time went to", "", ""):
-        table.add_column(column)
-    for account in accounts:
-        whole = sum(activity.seconds for activity in account.activities) or 1.0
-        largest = sorted(account.activities, key=lambda activity: -activity.seconds)[:3]
-        cells = [
-            f"{activity.seconds / whole:.0%} {activity.activity}" + (f" ({activity.on})" if activity.on else "")
-            for activity in largest
-            if activity.seconds / whole >= 0.005
-        ]
-        table.add_row(account.component, *cells, *[""] * (3 - len(cells)))
-    return table
 
 
 def _policies(progress: run_pb2.RunProgress) -> Table:
@@ -95,7 +79,7 @@ def _replicas(progress: run_pb2.RunProgress) -> Table:
         table.add_column(column, justify="left" if column in ("replica", "versions") else "right")
     for replica in progress.replicas:
         table.add_row(
-            replica.replica_id + (" (draining)" if replica.draining else ""),
+            Text(replica.replica_id + (" (draining)" if replica.draining else "")),  # a peer's word, and no markup
             f"{replica.num_running}/{replica.num_slots}",
             f"{replica.tokens_per_s:,.0f}",
             " ".join(f"{policy}@{version}" for policy, version in sorted(replica.versions.items())),
@@ -172,15 +156,19 @@ class ProgressView:
         self._last = progress
         self._show(progress)
 
+    def _print(self, text: str, **how: Any) -> None:
+        """What peers say may hold brackets, which are no markup."""
+        self._console.print(text, markup=False, **how)
+
     def _tell_stalls(self, progress: run_pb2.RunProgress) -> None:
         """Each once, and its end."""
         now = {(stall.component, stall.cause): stall for stall in progress.stalls}
         for key in [key for key in self._stalled if key not in now]:
-            self._console.print(f"goes on again: {self._stalled.pop(key)}", style="green")
+            self._print(f"goes on again: {self._stalled.pop(key)}", style="green")
         for key, stall in now.items():
             if key not in self._stalled:
                 self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
-                self._console.print(stall_words(stall), style="bold red", highlight=False, soft_wrap=True)
+                self._print(stall_words(stall), style="bold red", highlight=False, soft_wrap=True)
 
     def _show(self, progress: run_pb2.RunProgress) -> None:
         if self._live:
@@ -188,15 +176,15 @@ class ProgressView:
             return
         self._tell_stalls(progress)
         for result in progress.evaluations[self._num_evaluations :]:
-            self._console.print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
+            self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
         self._num_evaluations = len(progress.evaluations)
         if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
-            self._console.print("\n".join(progress.waits), style="yellow")
+            self._print("\n".join(progress.waits), style="yellow")
         line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
         if line != self._last_line:
             self._last_line = line
-            self._console.print(f"{state_word(progress.state)}: {line} | {progress.tokens_per_s:,.0f} tokens/s")
+            self._print(f"{state_word(progress.state)}: {line} | {progress.tokens_per_s:,.0f} tokens/s")
 
 
 def _line(policy: run_pb2.PolicyProgress) -> str:

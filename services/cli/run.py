@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import structlog
 from rich.console import Console
 from rich.status import Status
-from rich.table import Table
 
 from services.cli.errors import Interrupted
+from services.cli.follow import show_now
 from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
 from services.cli.node_bundles import write_bundles
 from services.cli.nodes import commands_for_other_nodes, with_addresses
@@ -30,7 +31,7 @@ from services.cli.plan import (
     with_free_ports,
 )
 from services.cli.processes import Processes, children_cpu_seconds
-from services.cli.progress_view import ProgressView, state_word
+from services.cli.progress_view import ProgressView
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved, with_run_id
@@ -97,7 +98,11 @@ def _claim(recipe: Recipe) -> Path | None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / RESOLVED).touch(exist_ok=False)
-        save_resolved(recipe, run_dir)
+        try:
+            save_resolved(recipe, run_dir)
+        except OSError:
+            (run_dir / RESOLVED).unlink()  # or the next try would find a run that is none
+            raise
     except FileExistsError:
         return None
     except OSError as error:
@@ -195,7 +200,7 @@ def _start(
     with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
         processes.wait_ready(recipe.ready_timeout_s, stop.check, later)
     ready = [spec for spec in specs if spec.name not in later]
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
+    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}", markup=False)
 
 
 def _follow(
@@ -219,19 +224,10 @@ def _follow(
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told
-                try:
-                    progress = client.get_run().progress
-                except InfrastructureError as error:
-                    log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
-                    silence.missed()
-                    if finished_at is None and (stall := silence.stall) is not None:
-                        view.silent(stall)
-                else:
-                    silence.answered()
-                    view.show(progress)
-                    if state_word(progress.state) in ("finished", "stopped"):
-                        finished_at = finished_at or time.monotonic()
-                if finished_at and time.monotonic() - finished_at > FINISH_TIMEOUT_S:
+                if finished_at is None:
+                    with suppress(InfrastructureError):  # told by the view
+                        finished_at = time.monotonic() if show_now(client, view, silence) else None
+                elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
                 time.sleep(POLL_S)
@@ -278,17 +274,6 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
     for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
         flat[key] = summary.get(key)
     return flat
-
-
-def time_table(summary: dict[str, Any]) -> Table:
-    """Where the time of each component went, with whom it waited for: its three largest activities."""
-    table = Table(box=None, pad_edge=True, header_style="dim", title="where the time went", title_justify="left")
-    for column in ("component", "", "", ""):
-        table.add_column(column)
-    for component, shares in summary.get("time", {}).items():
-        largest = [f"{share:.0%} {what}" for what, share in list(shares.items())[:3] if share >= 0.005]
-        table.add_row(component, *largest, *[""] * (3 - len(largest)))
-    return table
 
 
 def _picture(run_dir: Path) -> Path | None:

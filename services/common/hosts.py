@@ -12,13 +12,27 @@ def address(host: str, port: int) -> str:
     >>> address("fd00::7", 50050)
     '[fd00::7]:50050'
     """
+    return f"{bracketed(host)}:{port}"
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in front of a port: IPv6 addresses in brackets."""
     bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+    return f"[{bare}]" if ":" in bare else bare
 
 
 def host_of(place: str) -> str:
     """The host of ``HOST:PORT``, without brackets."""
     return place.rpartition(":")[0].strip("[]")
+
+
+def host_and_port(place: str) -> tuple[str, int]:
+    """The inverse of ``address``. Raises ``ValueError`` for what has no port.
+
+    >>> host_and_port("[fd00::7]:50050")
+    ('fd00::7', 50050)
+    """
+    return host_of(place), int(place.rpartition(":")[2])
 
 
 @functools.cache

@@ -1,9 +1,13 @@
-"""Time accounts and what is known of peers, to and from protobuf, in pairs."""
+"""Time accounts and what is known of peers, to and from protobuf, in pairs.
+
+They are for people, so a time that makes no sense is dropped instead of being refused.
+"""
 
 from __future__ import annotations
 
 from services.common.accounts import AccountState, ActivityTime, PeerState
 from services.common.pb import account_pb2
+from services.common.serde_time import finite
 
 
 def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
@@ -36,17 +40,17 @@ def account_from_proto(proto: account_pb2.TimeAccount) -> AccountState:
             ActivityTime(
                 name=a.activity,
                 on=a.on,
-                seconds=a.seconds,
+                seconds=finite(a.seconds),
                 num_now=a.num_now,
-                longest_now_s=a.longest_now_s,
+                longest_now_s=finite(a.longest_now_s),
                 num_done=a.num_done,
-                longest_done_s=a.longest_done_s,
+                longest_done_s=finite(a.longest_done_s),
                 detail=a.detail,
             )
             for a in proto.activities
         ),
         progress=proto.progress,
-        cpu_s=proto.cpu_s,
+        cpu_s=finite(proto.cpu_s),
     )
 
 
@@ -65,7 +69,7 @@ def peer_from_proto(proto: account_pb2.PeerState) -> PeerState:
     return PeerState(
         component=proto.component,
         address=proto.address,
-        silent_s=proto.silent_s,
+        silent_s=finite(proto.silent_s),
         detail=proto.detail,
         gauges=dict(proto.gauges),
         accounts=tuple(account_from_proto(account) for account in proto.accounts),

@@ -5,10 +5,8 @@ It is for people and decides nothing, so what makes no sense is dropped instead 
 
 from __future__ import annotations
 
-import math
-
 from services.common.pb import trajectory_pb2
-from services.common.serde_time import timestamp_from_proto, timestamp_to_proto
+from services.common.serde_time import finite, timestamp_from_proto, timestamp_to_proto
 from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
 
 
@@ -46,8 +44,8 @@ def timing_from_proto(proto: trajectory_pb2.RolloutTiming) -> RolloutTiming:
         phases=tuple(
             RolloutPhase(
                 what=phase.what,
-                begin_s=_finite(phase.begin_s),
-                seconds=_finite(phase.seconds),
+                begin_s=finite(phase.begin_s),
+                seconds=finite(phase.seconds),
                 policy=phase.policy,
                 num_tokens=phase.num_tokens,
                 first_version=phase.first_version,
@@ -57,7 +55,3 @@ def timing_from_proto(proto: trajectory_pb2.RolloutTiming) -> RolloutTiming:
             for phase in proto.phases
         ),
     )
-
-
-def _finite(seconds: float) -> float:
-    return seconds if math.isfinite(seconds) else 0.0

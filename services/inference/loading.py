@@ -5,6 +5,7 @@ The scripted engine needs neither torch nor a tokenizer nor a checkpoint, and no
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from services.common.accounts import TimeAccount
 from services.common.chat import Chat
 from services.common.config.placement import engine_numbers
 from services.common.config.services import InferenceConfig
+from services.common.errors import ConfigError
 from services.common.rpc.run_client import RunSettings
 from services.common.transfer.source import PayloadSource
 from services.common.types import FetchPlan, WeightTransfer, WeightVersion
@@ -164,10 +166,17 @@ def _load_sglang(
 
 
 def _directory(settings: RunSettings) -> Path:
-    """The run's, where this machine sees it."""
+    """The run's, where this machine sees it; else one below the temporary ones that nobody else can have prepared.
+
+    Raises ``ConfigError`` when somebody has.
+    """
     if settings.run_dir.is_dir():
         return settings.run_dir
-    return Path(tempfile.gettempdir()) / f"millrace-{settings.run_id}"
+    own = Path(tempfile.gettempdir()) / f"millrace-{settings.run_id}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    if own.is_symlink() or own.stat().st_uid != os.geteuid():
+        raise ConfigError(f"{own} is somebody else's: remove it, or name a directory with --run-dir")
+    return own
 
 
 def _filled_mirror(policy: str, settings: RunSettings, weights: Mapping[str, Any]) -> Mirror:

@@ -107,7 +107,6 @@ class PoolClient:
         self._transfers: list[WeightTransfer] = []  # the same of weight transfers
         self._told: tuple[WeightVersion, ...] = ()  # what the last report said is held
         self._lease_losses: list[float] = []
-        self.num_joins = 0
 
     async def run(self) -> None:
         reports = asyncio.create_task(self._report_loop(), name="replica reports")
@@ -167,7 +166,6 @@ class PoolClient:
             labels=identity.labels,
             weights_address=identity.weights_address,
         )
-        self.num_joins += 1
         call = self._call = self._stub.JoinPool(request)
         try:
             with translated_errors("orchestrator"), call_cancellation_is_an_error("JoinPool"):

@@ -63,7 +63,6 @@ class TrajectorySender:
         self._empty = asyncio.Event()
         self._empty.set()
         self.account = TimeAccount(f"replica/{replica_id}/records", rest=NOTHING)
-        self._sent_at: dict[int, float] = {}  # of unacknowledged records
         self.outcomes: Counter[str] = Counter()  # RecordOutcome names, e.g. RECORD_OUTCOME_ACCEPTED
         self.num_streams = 0
 
@@ -85,12 +84,6 @@ class TrajectorySender:
         self._waiting.append(request)
         self._empty.clear()
         self._changed.set()
-
-    @property
-    def oldest_s(self) -> float:
-        """How long the oldest record on the present stream has waited for its acknowledgement."""
-        oldest = next(iter(self._sent_at.values()), None)
-        return 0.0 if oldest is None else time.monotonic() - oldest
 
     async def wait_until_acknowledged(self, timeout_s: float) -> None:
         """Return when nothing is outstanding; ``DeadlineError`` otherwise."""
@@ -149,7 +142,6 @@ class TrajectorySender:
             _note_sending(request)
             # Before the write: a record that was written in part has to be sent again, too.
             self._unacknowledged[number] = request
-            self._sent_at[number] = time.monotonic()
             self.account.enter("waiting for acknowledgements", on="orchestrator")
             await call.write(request)
 
@@ -157,7 +149,6 @@ class TrajectorySender:
         if self._unacknowledged.pop(ack.record_number, None) is None:
             log.warning("trajectories.unknown_ack", record_number=ack.record_number)
             return
-        self._sent_at.pop(ack.record_number, None)
         self.account.beat()
         name = pool_pb2.RecordOutcome.Name(ack.outcome) if ack.outcome in pool_pb2.RecordOutcome.values() else "?"
         self.outcomes[name] += 1
@@ -170,7 +161,6 @@ class TrajectorySender:
         """What the broken stream did not acknowledge goes first on the next one, in its old order."""
         self._waiting.extendleft(reversed(self._unacknowledged.values()))
         self._unacknowledged.clear()
-        self._sent_at.clear()
 
 
 def _note_sending(request: Request) -> None:

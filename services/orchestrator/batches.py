@@ -22,7 +22,7 @@ from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.split import rank_share
 from services.orchestrator.experience import Experience
 from services.orchestrator.groups import AdvantageGroup, GroupBy, Member, group_key, split_sequence_id
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.journal.writer import Journal, JournalReader
 
@@ -233,9 +233,9 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
         raise CorruptDataError(f"the batch of step {training_step} of {policy} is not in the journal")
     record = records.batch_from_json(found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
-    keys = [records.trajectory_key(group, index) for group, index, _ in places]
+    keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
     found_all = reader.find(records.TRAJECTORY, keys)
-    trajectories = {k: records.trajectory_from_json(value) for k, value in found_all.items()}
+    trajectories = {k: rollouts.trajectory_from_json(value) for k, value in found_all.items()}
     sequences = {
         entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
         for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)

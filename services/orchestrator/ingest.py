@@ -18,7 +18,7 @@ import structlog
 
 from services.common.types import RolloutFailure, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import Outcome, TaskGroup
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.versions import VersionLedger
 
@@ -108,17 +108,17 @@ class Ingest:
             for repeat in waiting:
                 repeat(RecordOutcome.DUPLICATE)
 
-        key = records.trajectory_key(*slot)
+        key = rollouts.trajectory_key(*slot)
         if isinstance(record, Trajectory):
             self.failures_in_a_row = 0
             trajectory = record
-            self._journal.submit(records.TRAJECTORY, key, lambda: records.trajectory_to_json(trajectory), durable)
+            self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
         else:
             failure = record
             self._counters[self._counter_of(failure.reason)] += 1
             self.failures_in_a_row += 1
             self.last_failure = f"{failure.reason}: {failure.detail}"
-            self._journal.submit(records.FAILURE, key, lambda: records.failure_to_json(failure), durable)
+            self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
 
     def _counter_of(self, reason: str) -> str:
         """Reasons are words of replicas: what is no short name, or one too many, is counted with others."""

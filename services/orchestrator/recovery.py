@@ -15,7 +15,7 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.orchestrator.batches import read_fresh_groups
 from services.orchestrator.groups import AdvantageGroup, GroupBy, TaskGroup
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.writer import JournalReader
 from services.orchestrator.ring import Ring
@@ -30,7 +30,6 @@ class _Survey:
 
     closed: set[str] = field(default_factory=set)  # task groups
     evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
-    last_group: str = ""
     last_state: Row | None = None
     num_rows: int = 0
 
@@ -66,8 +65,6 @@ def _survey(rows: Iterator[Row]) -> _Survey:
             survey.closed.add(row.key)
         elif row.kind == records.EVALUATION:
             survey.evaluated.add(row.key)
-        elif row.kind == records.GROUP:
-            survey.last_group = row.key
         elif row.kind == records.STATE:
             survey.last_state = row
     return survey
@@ -89,7 +86,7 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
         owners[row.key] = (record["replica_id"], record["incarnation"])
     elif row.kind in (records.TRAJECTORY, records.FAILURE):
         is_failure = row.kind == records.FAILURE
-        outcome = records.failure_from_json(record) if is_failure else records.trajectory_from_json(record)
+        outcome = rollouts.failure_from_json(record) if is_failure else rollouts.trajectory_from_json(record)
         group = ring.groups[outcome.task_group_id]
         if group.resolve(outcome):
             ring.apply_resolved(group, outcome)

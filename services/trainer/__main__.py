@@ -6,7 +6,7 @@ import os
 import sys
 
 from services.common.errors import MillraceError, UserError
-from services.common.process import DIE_WITH_PARENT, die_with_parent_if_asked, run_and_leave
+from services.common.process import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.trainer.config import parse
 
 
@@ -28,7 +28,7 @@ def main() -> int:
         sys.stderr.write(f"trainer: {error.message}\n")
         return 2
     except (MillraceError, RuntimeError) as error:
-        from services.trainer.peers import START_AGAIN, peer_loss
+        from services.trainer.peers import peer_loss
 
         if lost := peer_loss(error):
             sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from services.common.process import die_with_parent_if_asked
+from services.common.process import START_AGAIN, die_with_parent_if_asked
 from services.trainer.config import DESCRIPTION
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from services.trainer.node_watch import NodeWatch
-    from services.trainer.peers import START_AGAIN
 
     watch: NodeWatch | None = None
     if options.num_nodes > 1:
@@ -110,8 +109,6 @@ def _meeting(options: argparse.Namespace) -> list[str]:
 
 def _cause(error: ChildFailedError) -> int:
     """The exit code that explains the others: not of a rank that only lost the first, nor of one that torchrun ended."""
-    from services.trainer.peers import START_AGAIN
-
     failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     ranked = sorted(
         failures, key=lambda failure: (failure.exitcode == -signal.SIGTERM, failure.exitcode == START_AGAIN)

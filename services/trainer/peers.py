@@ -1,18 +1,14 @@
 """What it looks like to a rank when another one has gone, and how it leaves then.
 
 A rank that loses a peer has done nothing wrong and knows nothing better than to start again with the others: it says so
-and leaves with ``START_AGAIN``, which launchers tell apart from a refusal.
+and leaves with ``services.common.process.START_AGAIN``, which launchers tell apart from a refusal.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch.distributed as dist
 
 from services.common.errors import InfrastructureError
-
-START_AGAIN = os.EX_TEMPFAIL
 
 _GLOO = "gloo"
 _GLOO_WORDS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connection refused", "connect timeout")

@@ -23,6 +23,7 @@ import structlog
 from services.common.config.policy import WeightsConfig
 from services.common.config.services import MetricsConfig
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.hosts import host_and_port
 from services.common.process import DIE_WITH_PARENT
 
 log = structlog.get_logger()
@@ -132,7 +133,7 @@ class PublisherProcess:
             self.address = str(self._read("the publisher's start", START_TIMEOUT_S)["address"])
         except EOFError as error:
             raise InfrastructureError(f"{error}; its log says why") from None
-        self._port = int(self.address.rpartition(":")[2])  # replicas know this one: keep it over restarts
+        _, self._port = host_and_port(self.address)  # replicas know this one: keep it over restarts
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout) if self._process is not None else ():

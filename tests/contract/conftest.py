@@ -23,7 +23,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     servicer = RunServicer()
-    server = make_server(servicer)
+    server = make_server(servicer, run_id="r1")
     await server.start()
     async with channel(server.address) as connection:
         yield Served(server, servicer, connection)

@@ -30,6 +30,7 @@ from services.common.rpc.credentials import channel_options
 from services.common.rpc.server import Server
 from services.common.security import handshake, identity, tokens
 from services.common.security.caller import Caller, caller
+from services.common.security.gatekeeper import Gatekeeper
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
@@ -350,6 +351,39 @@ async def test_no_secret_is_in_the_logs_of_refusals(keys: Keyring) -> None:
         await ask_with(as_role(keys, Role.ORCHESTRATOR), f"Bearer {token}")
     refused = [each for each in logs if each["event"] == "rpc.refused"]
     assert refused and token[-20:] not in str(logs)
+
+
+async def test_a_stranger_who_names_many_methods_fills_no_log(keys: Keyring) -> None:
+    who = as_role(keys, Role.ORCHESTRATOR)
+    async with serving(who) as (_, server):
+        credentials = grpc.ssl_channel_credentials(who.bundle.ca)
+        options = channel_options(Peer.ORCHESTRATOR)
+        async with grpc.aio.secure_channel(server.address, credentials, options) as connection:
+            with capture_logs() as logs:
+                for number in range(50):
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await connection.unary_unary(f"/millrace.v1.Nothing/Method{number}")(b"", timeout=5)
+    told = [each for each in logs if each["event"] == "rpc.refused"]
+    assert 1 <= len(told) < 25  # one a second, however slow the machine
+
+
+@MODES
+async def test_each_call_is_identified_once(
+    tmp_path: Path, certificates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(tmp_path / "keys", client_certificates=certificates)
+    identify, num_identified = Gatekeeper.identify, 0
+
+    def counted(gatekeeper: Gatekeeper, authorization: str | None, certificate: bytes | None) -> Caller:
+        nonlocal num_identified
+        num_identified += 1
+        return identify(gatekeeper, authorization, certificate)
+
+    monkeypatch.setattr(Gatekeeper, "identify", counted)
+    async with serving(as_role(keys, Role.ORCHESTRATOR)) as (_, server):
+        async with dial(server.address, as_role(keys, Role.OPERATOR)) as connection:
+            await get_run(connection)
+    assert num_identified == 1
 
 
 def test_the_name_called_for_is_checked_wherever_the_peer_runs() -> None:

@@ -62,7 +62,6 @@ async def test_reflection_lists_every_service_and_describes_its_calls(served: Se
 
 async def test_status_tells_who_it_is_and_its_gauges(served: Served) -> None:
     served.server.set_gauges(lambda: {"free_slots": 3.0}, lambda: {"waiting_for": "weights"})
-    served.server.set_run_id("r1")
     answer = await status(served.connection)
     assert (answer.service, answer.instance_id, answer.run_id) == ("orchestrator", "test", "r1")
     assert (dict(answer.gauges), dict(answer.labels)) == ({"free_slots": 3.0}, {"waiting_for": "weights"})

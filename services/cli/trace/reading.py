@@ -16,7 +16,7 @@ from services.cli.trace.logs import pulls_of, read_notes
 from services.common.errors import ConfigError
 from services.common.types import RolloutFailure, Trajectory
 from services.orchestrator.groups import split_sequence_id
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.journal.writer import JournalReader
@@ -78,7 +78,7 @@ def _assignments(reader: JournalReader, issue: Row, record: Json) -> Iterator[As
 
 
 def _slots(reader: JournalReader, facts: GroupFacts) -> Iterator[SlotFacts]:
-    keys = [records.trajectory_key(facts.task_group_id, index) for index in range(facts.num_slots)]
+    keys = [rollouts.trajectory_key(facts.task_group_id, index) for index in range(facts.num_slots)]
     rows: dict[str, Row] = {}
     for kind in (records.TRAJECTORY, records.FAILURE):
         for row in reader.find_rows(kind, keys):
@@ -93,9 +93,9 @@ def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
     if record is None:
         return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
     if row.kind == records.FAILURE:
-        failure = records.failure_from_json(record)
+        failure = rollouts.failure_from_json(record)
         return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
-    trajectory = records.trajectory_from_json(record)
+    trajectory = rollouts.trajectory_from_json(record)
     sequences = tuple(
         SequenceFacts(
             policy=sequence.policy,

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from services.common.errors import AccessError, PermissionDeniedError
 from services.common.http.answers import json_answer
+from services.common.repeats import Repeats
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
 
@@ -35,6 +36,7 @@ def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown) -> An
     from services.common.security.gatekeeper import Gatekeeper, permit  # and cryptography: for those with keys only
 
     gatekeeper = Gatekeeper(who)
+    repeats = Repeats()
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -43,7 +45,10 @@ def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown) -> An
             permit(found, f"http:{group}")
         except AccessError as error:
             status = 403 if isinstance(error, PermissionDeniedError) else 401
-            log.info("http.refused", group=group, path=request.path, reason=error.reason, error=error.message)
+            if (untold := repeats.tell(error.reason)) is not None:
+                log.info(
+                    "http.refused", group=group, path=request.path, reason=error.reason, error=error.message, **untold
+                )
             answer = refuse(error, status)
             if status == 401:
                 answer.headers["WWW-Authenticate"] = "Bearer"

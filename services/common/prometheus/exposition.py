@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from services.common import hosts
 from services.common.http.listener import Listener
 from services.common.prometheus import process
 from services.common.prometheus.metric import Metric, Sample, Translation
@@ -108,11 +109,10 @@ class MetricsServer:
         labels = {"service": now.service, "instance": self._name, "run": now.run_id}
         if self._listener.is_secure:
             labels["__scheme__"] = "https"
-        host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             partial = self._target.with_suffix(".partial")
-            partial.write_text(json.dumps([{"targets": [f"{host}:{port}"], "labels": labels}]))
+            partial.write_text(json.dumps([{"targets": [hosts.address(self._host, port)], "labels": labels}]))
             partial.replace(self._target)
         except OSError as error:
             log.warning("metrics.target_not_written", path=str(self._target), error=str(error))

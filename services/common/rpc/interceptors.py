@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -14,15 +12,15 @@ import grpc
 import structlog
 
 from services.common.errors import MillraceError
+from services.common.repeats import Repeats
 from services.common.rpc.metadata import ids_from_metadata
 from services.common.rpc.status import to_status
+from services.common.security.permissions import allowed
 
 log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
-
-TELL_AGAIN_S = 1.0  # of the same refusal
 
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
@@ -90,8 +88,7 @@ class ErrorInterceptor(CallInterceptor):
     """
 
     def __init__(self) -> None:
-        self._told: dict[tuple[str, str], float] = {}  # by method and reason, both ours: a small table
-        self._untold: Counter[tuple[str, str]] = Counter()
+        self._repeats = Repeats()
 
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -110,13 +107,10 @@ class ErrorInterceptor(CallInterceptor):
             await _abort(method, context, MillraceError("internal error"))
 
     def _tell(self, method: str, error: MillraceError) -> None:
-        kind, now = (method, error.reason), time.monotonic()
-        if now - self._told.get(kind, -TELL_AGAIN_S) < TELL_AGAIN_S:
-            self._untold[kind] += 1
-            return
-        self._told[kind] = now
-        untold = {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}
-        log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
+        # A stranger is refused whatever method it names, and could name another one each time.
+        kind = method if allowed(method) else "unknown"
+        if (untold := self._repeats.tell(kind, error.reason)) is not None:
+            log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
 
 
 async def _abort(method: str, context: Context, error: MillraceError) -> None:

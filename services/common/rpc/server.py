@@ -24,6 +24,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common import hosts
 from services.common.accounts import AccountState
 from services.common.aio import deadline
 from services.common.errors import ConfigError
@@ -82,7 +83,6 @@ class Server:
                 ErrorInterceptor(),
                 *_authentication(self.identity),
                 RateInterceptor(),
-                *_authentication(self.identity),
                 *interceptors,
                 MessageInterceptor(),
             ],
@@ -103,8 +103,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
-        return f"{host}:{self.port}"
+        return hosts.address(self.host, self.port)
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         """Serve a servicer under its full service name."""
@@ -127,10 +126,6 @@ class Server:
     def status(self) -> ProcessStatus:
         """What GetStatus answers, now."""
         return self._status.now()
-
-    def set_run_id(self, run_id: str) -> None:
-        check_bind(self.service, self.host, self.identity, run_id)
-        self._status.run_id = run_id
 
     async def start(self) -> int:
         """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``."""

@@ -12,6 +12,7 @@ import ssl
 import time
 
 from services.common.errors import AccessError, UnauthenticatedError
+from services.common.hosts import host_and_port
 from services.common.security import bundle as files
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer
@@ -34,9 +35,8 @@ async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) 
 
 def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
     """The same, for callers without an event loop."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection:
+        with socket.create_connection(host_and_port(address), PROBE_S) as connection:
             connection.settimeout(PROBE_S)
             return _without_keys(address, connection) if who is None else _with_keys(address, connection, who, peer)
     except (OSError, ValueError):
@@ -131,10 +131,9 @@ def _validity(address: str) -> tuple[float, float, str]:
     from services.common.errors import ConfigError
     from services.common.security.certificates import holder_of
 
-    host, _, port = address.rpartition(":")
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection,
+            socket.create_connection(host_and_port(address), PROBE_S) as connection,
             _anyone().wrap_socket(connection) as talk,
         ):
             holder = holder_of(talk.getpeercert(binary_form=True) or b"")

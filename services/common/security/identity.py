@@ -42,6 +42,7 @@ class Identity:
         self._seen = self._stamp()
         self._bundle, holder = self._load()
         self._look_at = time.monotonic() + LOOK_EVERY_S
+        self._complaint = ""  # about files that were refused
         self.generation = 0
         """Grows with every renewal that was noticed."""
         self.run = holder.run
@@ -70,9 +71,11 @@ class Identity:
             if (holder.run, holder.role) != (self.run, self.role):
                 raise ConfigError(f"they are of {holder.role.value} of run {holder.run}")
         except ConfigError as error:
-            log.error("keys.not_renewed", folder=str(self.folder), error=error.message)
+            if error.message != self._complaint:  # not again at every look
+                self._complaint = error.message
+                log.error("keys.not_renewed", folder=str(self.folder), error=error.message)
             return
-        self._bundle, self._seen, self.ends_at = fresh, stamp, holder.ends_at
+        self._bundle, self._seen, self.ends_at, self._complaint = fresh, stamp, holder.ends_at, ""
         self.generation += 1
         log.info("keys.renewed", folder=str(self.folder), role=self.role.value)
 

@@ -27,7 +27,9 @@ from services.common.errors import (
     MillraceError,
     OffsetOutOfRangeError,
 )
+from services.common.hosts import address, bracketed
 from services.common.loopback import is_loopback
+from services.common.repeats import Repeats
 from services.common.transfer.bulk_curve import HANDSHAKE_BYTES, new_keys
 from services.common.transfer.bulk_frames import (
     REQUEST_BYTES,
@@ -83,6 +85,7 @@ class BulkServer:
         self.tickets = Tickets(idle_s)
         self.endpoint = ""
         self.num_refused = 0
+        self._repeats = Repeats()
         self.public_key, self._secret_key = new_keys() if encrypted else (b"", b"")
         self._budget = budget
         self._host = host
@@ -104,10 +107,9 @@ class BulkServer:
             socket.curve_server = True
             socket.curve_secretkey = self._secret_key
             socket.maxmsgsize = HANDSHAKE_BYTES
-        host = f"[{self._host.strip('[]')}]" if ":" in self._host else self._host
-        port = socket.bind_to_random_port(f"tcp://{host}")
+        port = socket.bind_to_random_port(f"tcp://{bracketed(self._host)}")
         self._socket = socket
-        self.endpoint = f"tcp://{host}:{port}"
+        self.endpoint = f"tcp://{address(self._host, port)}"
         asyncio.get_running_loop().add_reader(descriptor(socket), self._drain)
         log.info("bulk.listening", endpoint=self.endpoint)
 
@@ -140,7 +142,8 @@ class BulkServer:
                 self._take(peer, BulkRequest.decode(frames[0]))
             except MillraceError as error:
                 self.num_refused += 1
-                log.info("bulk.refused", reason=error.reason, error=error.message)
+                if (untold := self._repeats.tell(error.reason)) is not None:
+                    log.info("bulk.refused", reason=error.reason, error=error.message, **untold)
                 self._answer_error(peer, error)
         asyncio.get_running_loop().call_soon(self._drain)
 

@@ -29,11 +29,6 @@ class ElementType:
     def size_bytes(self) -> int:
         return int(self.bits_dtype.itemsize)
 
-    @property
-    def native_dtype(self) -> np.dtype[Any]:
-        """The numpy type with the same meaning; for bfloat16, which numpy lacks, the type of its bits."""
-        return self.bits_dtype if self.name == "bfloat16" else np.dtype(self.name)
-
 
 ELEMENT_TYPES: dict[str, ElementType] = {
     kind.name: kind

@@ -260,19 +260,6 @@ def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Pat
     return removed
 
 
-def remove_own(
-    run_id: str, policy: str, directories: Iterable[Path] = DEFAULT_DIRECTORIES, pid: int | None = None
-) -> None:
-    """Remove every snapshot of this run and policy that this process (or ``pid``) wrote: the last act of a writer."""
-    ending = snapshot_name(run_id, policy, 0, os.getpid() if pid is None else pid)
-    head, _, tail = ending.rpartition(f".0.{ending.split('.')[-2]}.")
-    for directory in directories:
-        for path in directory.glob(f"*{_PREFIX}.*"):
-            parts = path.name.lstrip(".").split(".")
-            if ".".join(parts[:3]) == head and parts[-2:] == [ending.split(".")[-2], tail]:
-                path.unlink(missing_ok=True)
-
-
 def _hidden(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 

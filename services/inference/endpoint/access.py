@@ -16,6 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from services.common import hosts
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity
@@ -63,7 +64,7 @@ def base_url(host: str, port: int, *, secure: bool) -> str:
             host = "::1" if ":" in host else "127.0.0.1"
     except ValueError:
         pass  # a name
-    return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    return f"{'https' if secure else 'http'}://{hosts.address(host, port)}/v1"
 
 
 def trust(who: Identity) -> None:

@@ -1,7 +1,7 @@
 """What the journal's lines look like, in pairs: ``x_to_json`` and ``x_from_json``.
 
 Columns are the same in every line of a kind: open mappings (metrics, counters) are lists of name and value, and a task's
-row is a JSON text. float32 log-probabilities are written as the shortest decimals that give the same float32 back.
+row is a JSON text. What rollouts leave has its lines in ``rollouts``.
 """
 
 from __future__ import annotations
@@ -11,24 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import orjson
 
 from services.common.types import (
-    NO_TIMING,
     MinibatchTotals,
     Purpose,
-    RolloutFailure,
-    RolloutPhase,
-    RolloutTiming,
     Sampling,
-    Segment,
-    Sequence,
-    StopReason,
     Task,
     TaskGroupOrder,
-    TokenSource,
-    Trajectory,
     WeightVersion,
 )
 from services.orchestrator.scores import DatasetScore, Estimate
@@ -109,127 +99,6 @@ def pairs(values: Mapping[str, float]) -> list[Json]:
 def from_pairs(values: list[Json]) -> dict[str, float]:
     # JSON has no NaN: it is written as null.
     return {v["name"]: math.nan if v["value"] is None else float(v["value"]) for v in values}
-
-
-def trajectory_key(task_group_id: str, index: int) -> str:
-    return f"{task_group_id}/{index}"
-
-
-def trajectory_to_json(trajectory: Trajectory) -> Json:
-    return {
-        "task_group_id": trajectory.task_group_id,
-        "index": trajectory.index,
-        "reward": float(trajectory.reward),
-        "replica_id": trajectory.replica_id,
-        "started_at": float(trajectory.started_at),
-        "finished_at": float(trajectory.finished_at),
-        "metrics": pairs(trajectory.metrics),
-        "timing": timing_to_json(trajectory.timing),
-        "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
-    }
-
-
-def trajectory_from_json(record: Json) -> Trajectory:
-    return Trajectory(
-        task_group_id=record["task_group_id"],
-        index=record["index"],
-        reward=record["reward"],
-        replica_id=record["replica_id"],
-        started_at=record["started_at"],
-        finished_at=record["finished_at"],
-        metrics=from_pairs(record["metrics"]),
-        timing=timing_from_json(record.get("timing")),
-        sequences=tuple(_sequence_from_json(s) for s in record["sequences"]),
-    )
-
-
-def _sequence_to_json(sequence: Sequence) -> Json:
-    return {
-        "policy": sequence.policy,
-        "role": sequence.role,
-        "attempt": sequence.attempt,
-        "reward": float(sequence.reward),
-        "stop_reason": sequence.stop_reason.value,
-        "metrics": pairs(sequence.metrics),
-        "segments": [
-            {
-                "source": segment.source.value,
-                "weight_version": segment.weight_version,
-                "mixed_cache": segment.mixed_cache,
-                "token_ids": segment.token_ids,
-                "logprobs": segment.logprobs,
-            }
-            for segment in sequence.segments
-        ],
-    }
-
-
-def _sequence_from_json(record: Json) -> Sequence:
-    return Sequence(
-        policy=record["policy"],
-        role=record["role"],
-        attempt=record["attempt"],
-        reward=record["reward"],
-        stop_reason=StopReason(record["stop_reason"]),
-        metrics=from_pairs(record["metrics"]),
-        segments=tuple(
-            Segment(
-                source=TokenSource(s["source"]),
-                token_ids=np.array(s["token_ids"], dtype=np.int32),
-                logprobs=np.array(s["logprobs"], dtype=np.float32),
-                weight_version=s["weight_version"],
-                mixed_cache=s["mixed_cache"],
-            )
-            for s in record["segments"]
-        ),
-    )
-
-
-def failure_to_json(failure: RolloutFailure) -> Json:
-    return {
-        "task_group_id": failure.task_group_id,
-        "index": failure.index,
-        "reason": failure.reason,
-        "detail": failure.detail,
-        "replica_id": failure.replica_id,
-        "started_at": float(failure.started_at),
-        "finished_at": float(failure.finished_at),
-        "timing": timing_to_json(failure.timing),
-    }
-
-
-def failure_from_json(record: Json) -> RolloutFailure:
-    return RolloutFailure(**{**record, "timing": timing_from_json(record.get("timing"))})
-
-
-def timing_to_json(timing: RolloutTiming) -> Json:
-    return {
-        "accepted_at": timing.accepted_at,
-        "sent_at": timing.sent_at,
-        "num_sends": timing.num_sends,
-        "num_retries": timing.num_retries,
-        # By name: `asdict` copies everything it meets, which takes ten times as long.
-        "phases": [
-            {
-                "what": phase.what,
-                "begin_s": phase.begin_s,
-                "seconds": phase.seconds,
-                "policy": phase.policy,
-                "num_tokens": phase.num_tokens,
-                "first_version": phase.first_version,
-                "last_version": phase.last_version,
-                "detail": phase.detail,
-            }
-            for phase in timing.phases
-        ],
-    }
-
-
-def timing_from_json(record: Json | None) -> RolloutTiming:
-    """None in journals that lack it."""
-    if record is None:
-        return NO_TIMING
-    return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
 
 
 def group_to_json(record: GroupRecord) -> Json:

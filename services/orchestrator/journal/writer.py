@@ -270,7 +270,6 @@ class JournalReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._index = Index(directory / "index.sqlite", "process")
-        self.num_corrupted = 0
 
     def rows(self) -> Iterator[Row]:
         return self._index.rows()
@@ -289,14 +288,13 @@ class JournalReader:
         return {key: record for key, record in found.items() if record is not None}
 
     def load(self, row: Row) -> dict[str, Any] | None:
-        """One record, or None (counted) when its bytes are not what was written."""
+        """One record, or None (logged) when its bytes are not what was written."""
         try:
             with segment_path(self._directory, row.kind, row.segment).open("rb", buffering=0) as file:
                 line = os.pread(file.fileno(), row.length, row.offset)
         except FileNotFoundError:
             line = b""
         if len(line) != row.length or xxhash.xxh3_64_intdigest(line) - (1 << 63) != row.checksum:
-            self.num_corrupted += 1
             log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
             return None
         record: dict[str, Any] = orjson.loads(line)

@@ -6,7 +6,7 @@ A process that was started again begins its account anew; what its earlier lives
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from services.common.accounts import AccountState, Activity, ActivityTime, who_waits_for_whom
@@ -19,11 +19,6 @@ class AccountBook:
         self._latest: dict[str, AccountState] = {}
         self._earlier: dict[str, dict[Activity, float]] = {}  # seconds of lives that are over
         self._marks: deque[tuple[float, dict[str, dict[Activity, float]]]] = deque()
-
-    @property
-    def latest(self) -> Mapping[str, AccountState]:
-        """By component, as it last reported."""
-        return self._latest
 
     def note(self, accounts: Iterable[AccountState]) -> None:
         """Newer states of some components."""

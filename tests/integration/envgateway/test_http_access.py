@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from services.cli.keyring import Keyring
 from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
@@ -102,6 +103,14 @@ async def test_every_route_refuses_everybody_else(url: str, keys: Keyring, tmp_p
             assert status == expected, path
             assert isinstance(answer, dict) and answer["detail"]
             assert token is None or token[-20:] not in str(answer)
+
+
+async def test_a_stranger_fills_no_log(url: str, keys: Keyring) -> None:
+    with capture_logs() as logs:
+        for _ in range(50):
+            assert (await ask(url, "/run", trusting(keys)))[0] == 401
+    told = [each for each in logs if each["event"] == "http.refused"]
+    assert 1 <= len(told) < 25  # one a second, however slow the machine
 
 
 async def test_a_renewed_certificate_is_shown_at_the_next_handshake(url: str, keys: Keyring, who: Identity) -> None:

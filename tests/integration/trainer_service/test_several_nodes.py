@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.peers import START_AGAIN
+from services.common.process import START_AGAIN
 from tests.integration.trainer.launching import free_port
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator

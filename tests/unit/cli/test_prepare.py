@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +41,21 @@ def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/mine cannot be written \(Not a directory\).*--set run.dir="):
         prepare(quickstart(tmp_path / "file", "run.id=mine"))
+
+
+def test_a_disk_that_was_full_is_not_in_the_way_of_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = quickstart(tmp_path, "run.id=mine")
+
+    def full(recipe: Recipe, run_dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "save_resolved", full)
+        with pytest.raises(ConfigError, match=r"mine cannot be written \(No space left on device\)"):
+            prepare(recipe)
+    assert load_resolved(prepare(recipe)[1]).run.id == "mine"
 
 
 def test_keys_that_cannot_be_used_leave_no_directory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,22 @@ def test_a_stall_is_told_once_with_its_chain_and_advice_and_its_end() -> None:
         assert words in text
 
 
+def test_what_peers_say_is_no_markup() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=False, width=200)
+    stall = run_pb2.Stall(component="replica/[/a]", cause="stuck", detail="no answer from [fd00::7]:50080 [/tmp/x]")
+    account = account_pb2.TimeAccount(
+        component="replica/[/a]", activities=[account_pb2.ActivityTime(activity="calling [fd00::8]", seconds=1.0)]
+    )
+    replica = run_pb2.ReplicaProgress(replica_id="[/a]")
+    progress = run_pb2.RunProgress(stalls=[stall], accounts=[account], replicas=[replica], waits=["for [/b]"])
+    with ProgressView(console, "run") as view:
+        view.show(progress)
+    console.print(render(progress, "run"))
+    for words in ("replica/[/a]", "[fd00::7]:50080 [/tmp/x]", "calling [fd00::8]", "for [/b]"):
+        assert words in output.getvalue()
+
+
 def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
     output = io.StringIO()
     account = account_pb2.TimeAccount(
@@ -62,7 +78,7 @@ def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
     Console(file=output, width=200).print(render(run_pb2.RunProgress(stalls=[STALL], accounts=[account]), "run"))
     assert "STALLED" in output.getvalue()
     assert "75% training" in output.getvalue()
-    assert "25% waiting for a batch (orchestrator)" in output.getvalue()
+    assert "25% waiting for a batch -> orchestrator" in output.getvalue()
 
 
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from services.common import serde
 from services.common.errors import InvalidRequestError
-from services.common.pb import pool_pb2, trajectory_pb2
+from services.common.pb import account_pb2, pool_pb2, trajectory_pb2
+from services.common.serde_accounts import account_from_proto, peer_from_proto
+from services.common.serde_time import timestamp_to_proto
 from services.common.serde_timing import timing_from_proto
 from services.common.types import (
     MinibatchTotals,
@@ -190,6 +193,13 @@ def test_times_that_are_no_numbers_are_dropped_and_never_refused() -> None:
     timing = trajectory_pb2.RolloutTiming(phases=[trajectory_pb2.RolloutPhase(begin_s=math.nan, seconds=math.inf)])
     (phase,) = timing_from_proto(wire(timing)).phases
     assert (phase.begin_s, phase.seconds) == (0.0, 0.0)
+    activity = account_pb2.ActivityTime(activity="a", seconds=math.nan, longest_now_s=math.inf, longest_done_s=-1.0)
+    account = account_pb2.TimeAccount(activities=[activity], cpu_s=math.nan)
+    (read,) = account_from_proto(wire(account)).activities
+    assert (read.seconds, read.longest_now_s, read.longest_done_s) == (0.0, 0.0, 0.0)
+    peer = peer_from_proto(wire(account_pb2.PeerState(silent_s=1e300, accounts=[account])))
+    assert timestamp_to_proto(time.time() - peer.silent_s).seconds > 0
+    assert peer.accounts[0].cpu_s == 0.0
 
 
 @given(tasks)

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from services.common.config.loading import validate  # noqa: E402
+from services.common.errors import ConfigError  # noqa: E402
 from services.common.rpc.run_client import RunSettings  # noqa: E402
 from services.inference import loading  # noqa: E402
 from services.inference.byte_tokenizer import ByteTokenizer  # noqa: E402
@@ -55,3 +56,17 @@ def test_the_engine_starts_with_the_published_values(
         held = own._core.decoder.weights[name]
         assert held.dtype == types[-1] and torch.equal(held, expected), name
     assert loaded.weights.held().number == 0
+
+
+def test_a_machine_that_does_not_see_the_run_gets_a_directory_that_nobody_else_has_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = validate(scripted_recipe(), source="test")
+    settings = RunSettings(run_id="r1", run_dir=tmp_path / "elsewhere", recipe=recipe)
+    monkeypatch.setattr(loading.tempfile, "tempdir", str(tmp_path))
+    own = loading._directory(settings)
+    assert own.stat().st_mode & 0o777 == 0o700 and loading._directory(settings) == own
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="somebody else's"):
+        loading._directory(settings)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
-from services.orchestrator.journal import records, writer
+from services.orchestrator.journal import records, rollouts, writer
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.journal.writer import Journal, JournalReader
@@ -216,7 +216,7 @@ def through_json(value: dict[str, Any]) -> dict[str, Any]:
 
 def test_trajectories_and_failures_come_back_as_they_were() -> None:
     whole = trajectory("g", 3, sequence(0.5, 7, 40), sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
-    back = records.trajectory_from_json(through_json(records.trajectory_to_json(whole)))
+    back = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(whole)))
     for before, after in zip(whole.sequences, back.sequences, strict=True):
         assert (before.policy, before.role, before.reward) == (after.policy, after.role, after.reward)
         for left, right in zip(before.segments, after.segments, strict=True):
@@ -224,18 +224,18 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
             assert left.logprobs.tobytes() == right.logprobs.tobytes()
             assert left.weight_version == right.weight_version
     failed = replace(failure("g", 1), started_at=1.0, finished_at=2.0, timing=TIMING)
-    assert records.failure_from_json(through_json(records.failure_to_json(failed))) == failed
-    timed = records.trajectory_from_json(through_json(records.trajectory_to_json(replace(whole, timing=TIMING))))
+    assert rollouts.failure_from_json(through_json(rollouts.failure_to_json(failed))) == failed
+    timed = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(replace(whole, timing=TIMING))))
     assert timed.timing == TIMING
 
 
 def test_records_that_say_nothing_of_time_are_read() -> None:
     """As journals of earlier releases have them."""
-    old = records.trajectory_to_json(trajectory("g", 3))
+    old = rollouts.trajectory_to_json(trajectory("g", 3))
     del old["timing"]
-    assert records.trajectory_from_json(through_json(old)).timing == NO_TIMING
+    assert rollouts.trajectory_from_json(through_json(old)).timing == NO_TIMING
     failed = {"task_group_id": "g", "index": 1, "reason": "X", "detail": "", "replica_id": "a"}
-    assert records.failure_from_json(failed).timing == NO_TIMING
+    assert rollouts.failure_from_json(failed).timing == NO_TIMING
 
 
 async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     journal = open_journal()
     for index in range(3):
         made = replace(trajectory("g", index, reward=float(index)), timing=TIMING if index else NO_TIMING)
-        await journal.append(records.TRAJECTORY, f"g/{index}", lambda made=made: records.trajectory_to_json(made))
+        await journal.append(records.TRAJECTORY, f"g/{index}", lambda made=made: rollouts.trajectory_to_json(made))
     path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
@@ -282,7 +282,7 @@ async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(
 
     async def store(name: str) -> None:
         made = trajectory(name, 0)
-        await journal.append(records.TRAJECTORY, f"{name}/0", lambda: records.trajectory_to_json(made))
+        await journal.append(records.TRAJECTORY, f"{name}/0", lambda: rollouts.trajectory_to_json(made))
 
     async def train(step: int, name: str) -> None:
         entry = records.BatchEntry(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
+from services.common.process import START_AGAIN
 from services.trainer.launch_ranks import _cause
-from services.trainer.peers import START_AGAIN, PeerLostError, peer_loss
+from services.trainer.peers import PeerLostError, peer_loss
 
 
 def failed(*exit_codes: int) -> Any:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 
 import structlog
 
@@ -200,7 +201,9 @@ class SglangEngine:
         stale = server.stale_prefixes
         finish: Finish | None = None
         try:
-            async with server.client.generate(request) as stream:
+            async with AsyncExitStack() as leaving:
+                with self._suspecting(server):
+                    stream = await leaving.enter_async_context(server.client.generate(request))
                 while finish is None:
                     chunk = await self._next(stream, playing, leg, server, request.rid)
                     if chunk is None:
@@ -231,6 +234,21 @@ class SglangEngine:
         if finish is not None and leg.cut is None and not playing.aborted:
             judge(finish, leg, playing)
         return leg.cut is not None
+
+    @contextmanager
+    def _suspecting(self, server: Server) -> Iterator[None]:
+        """For the wait until a server has taken a request: one that is frozen never does, and its connection stands."""
+
+        async def suspect() -> None:
+            while True:
+                await asyncio.sleep(self._stall_timeout_s)
+                self._fleet.suspect(server)
+
+        suspecting = asyncio.ensure_future(suspect())
+        try:
+            yield
+        finally:
+            suspecting.cancel()
 
     async def _next(self, stream: TokenStream, playing: Playing, leg: Leg, server: Server, rid: str) -> Chunk | None:
         """The next chunk; None when a leg that was told to end does not answer."""

@@ -16,6 +16,7 @@ import structlog
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.free_ports import free_ports
 from services.common.process import bound_to_this_process
+from services.common.security.bundle import without_keys
 from services.inference.engine.sglang.client import SglangClient
 from services.inference.engine.sglang.command import ServerCommand
 
@@ -87,17 +88,20 @@ class ServerProcess:
             InfrastructureError: it died while loading; the message has its last lines and what may help.
             DeadlineError: it did not answer in time.
         """
-        for _ in range(PORTS_TRIED - 1):
-            try:
-                return await self._start(version)
-            except _PortTakenError:
-                log.warning("sglang.port_taken", server=self.name)
-        return await self._start(version)
-
-    async def _start(self, version: int) -> SglangClient:
-        port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
         key = secrets.token_hex(32)  # SGLang takes one that begins with "-" for an option
         config = _private_file(f"api-key: {key}\n")
+        try:
+            for _ in range(PORTS_TRIED - 1):
+                try:
+                    return await self._start(version, key, config)
+                except _PortTakenError:
+                    log.warning("sglang.port_taken", server=self.name)
+            return await self._start(version, key, config)
+        finally:
+            config.unlink()
+
+    async def _start(self, version: int, key: str, config: Path) -> SglangClient:
+        port = free_ports(1 + next(_starts) % _NEIGHBOURS)[-1]
         argv = [*self._command.argv, "--port", str(port), "--weight-version", str(version), "--config", str(config)]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
@@ -107,7 +111,7 @@ class ServerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self._command.env},
+                env={**without_keys(os.environ), **self._command.env},
                 start_new_session=True,  # its workers are in its group, to be ended with it
             )
         log.info("sglang.started", server=self.name, pid=self._child.pid, port=port, log=str(self.log_path))
@@ -118,8 +122,6 @@ class ServerProcess:
             await client.close()
             await self.stop()
             raise
-        finally:
-            config.unlink()
         return client
 
     async def ended(self) -> str:

@@ -53,7 +53,9 @@ class Stage:
         self.directory = directory
         self.version = version
         self.dirty = False
-        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)  # of a process that had the same id
+        # Ours alone, made here: shared memory is everybody's, and somebody could have put another file in its place.
+        directory.mkdir(parents=True, mode=0o700)
         self._tensors = _map_file(directory / FILE, {name: _described(value) for name, value in tensors.items()})
         self.write(WeightUpdate.full(tensors, version))
 

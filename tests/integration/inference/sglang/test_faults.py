@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import aiohttp
 import pytest
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
+from services.common.security.bundle import VARIABLE
 from services.common.types import Sampling
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
+from services.inference.engine.sglang.command import ServerCommand
 from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.sglang.process import ServerProcess
 from services.inference.engine.weight_update import WeightUpdate
 
 from .conftest import WEIGHTS, Launch, build, misbehave, seen
@@ -179,11 +184,45 @@ async def test_a_death_while_loading_is_told_with_its_last_words_and_what_may_he
     await engine.stop()
 
 
+async def test_a_server_is_not_told_where_keys_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "keys"))
+    says = f"import os, sys; sys.exit(repr(os.environ.get({VARIABLE!r})))"
+    command = ServerCommand(name="sglang-fake-0", argv=(sys.executable, "-c", says))
+    with pytest.raises(InfrastructureError, match="None"):
+        await ServerProcess(command, tmp_path / "log", 20.0).start(0)
+
+
+async def test_the_key_of_a_server_that_cannot_be_started_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    process = ServerProcess(ServerCommand(name="x", argv=(sys.executable,)), tmp_path / "file" / "log", 20.0)
+    with pytest.raises(OSError, match="file"):
+        await process.start(0)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_path: Path) -> None:
     engine = build(tmp_path, "--never-ready", ready_timeout_s=0.7)
     with pytest.raises(DeadlineError, match=r"sglang-fake-0 did not answer within 0\.7 s"):
         await engine.start()
     await engine.stop()
+
+
+async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.inference.engine.sglang.server.STALL_ANSWER_S", 0.3)
+    engine = await launch(stall_timeout_s=0.2)
+    (server,) = engine._servers
+    frozen = server.process.pid
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        check_whole(await engine.generate(request()))
+    assert server.process.pid != frozen
 
 
 # -- an update that goes wrong ------------------------------------------------------------------------------------

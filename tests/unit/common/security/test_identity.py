@@ -125,6 +125,7 @@ def test_renewed_files_are_taken_up_and_broken_ones_are_not(keys: Keyring) -> No
     (keys.folder / "trainer" / "cert.pem").write_bytes(b"half a cert")
     with capture_logs() as logs:
         who.refresh()
+        who.refresh()
     assert who.bundle.certificate == after and who.generation == 1
     assert [each["event"] for each in logs] == ["keys.not_renewed"]
     other = make_keys(keys.folder.parent / "other", "r2")

@@ -112,6 +112,16 @@ def test_stages_of_processes_that_are_gone_are_swept(tmp_path: Path) -> None:
     assert not old.exists() and own.exists()
 
 
+def test_a_stage_is_for_its_owner_alone_and_never_writes_where_somebody_points(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "stage", tensors(), 0)
+    assert stage.directory.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        Stage(tmp_path / "link", tensors(), 0)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_removed_stage_is_gone(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "stage", tensors(), 0)
     stage.remove()
