@@ -19,7 +19,7 @@ from services.common.rpc.run_client import fetch_run
 from services.common.rpc.streams import call_cancellation_is_an_error
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
-from tests.contract.test_errors import free_port
+from tests.ports import free_port
 
 FILES = [environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
 METHODS = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -18,6 +16,7 @@ from services.common.rpc.channel import channel, translated_errors
 from services.common.rpc.status import CLASS_OF_REASON, STATUS_OF
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import get_run, watch
+from tests.ports import free_port
 
 
 def tree(root: type[MillraceError] = MillraceError) -> list[type[MillraceError]]:
@@ -28,12 +27,6 @@ def tree(root: type[MillraceError] = MillraceError) -> list[type[MillraceError]]
 
 
 LEAVES = [cls for cls in tree() if not cls.__subclasses__()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_reasons_in_the_protos_are_those_of_the_exception_tree() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
-from tests.integration.trainer.launching import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,14 +17,9 @@ import pytest
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.config.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
+from tests.ports import free_port
 
 READY_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 RANKS_TIMEOUT_S = 300.0
@@ -53,13 +54,6 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             make(directory)
             (directory / "made").touch()
     return directory
-
-
-def free_port() -> int:
-    """Free at this moment; only what is started at once should rely on it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _start(name: str, arguments: Sequence[str], env: Mapping[str, str], logs: Path) -> subprocess.Popen[bytes]:

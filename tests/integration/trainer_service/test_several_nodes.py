@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from services.common.process import START_AGAIN
-from tests.integration.trainer.launching import free_port
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.integration.trainer_service.test_trainer_process import rank_pids
+from tests.ports import free_port
 from tests.unit.trainer_service.building import POLICY
 
 pytestmark = pytest.mark.slow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.channel import channel
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[4]
 START_S = 60.0
@@ -20,13 +20,6 @@ def children(pid: int) -> list[int]:
     """Of a process, the oldest first."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     return [int(child) for child in listed.split()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:

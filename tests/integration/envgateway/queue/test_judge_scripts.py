@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
+
 from ..judge_clients import GradingClient, RolloutClient, Status
 from .conftest import until
-from .processes import ROOT, Process, World, children, free_port
+from .processes import ROOT, Process, World, children
 from .redis_server import RedisServer
 
 pytestmark = pytest.mark.slow

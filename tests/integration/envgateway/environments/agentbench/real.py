@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+
+from tests.ports import free_port
 
 TASK = "alfworld-made"
 RAISING_TASK = "raising"
@@ -87,12 +88,6 @@ def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
     (folder / "raising.py").write_text(_RAISING)
     (folder / "tasks.yaml").write_text(json.dumps(config))  # JSON is YAML
     return Checkout(Path(root), python, folder, data)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager
