@@ -7,16 +7,15 @@ looking at the message.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError
-from services.common.rpc.interceptors import CallInterceptor, Context, Handler
+from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
 from services.common.rpc.limits import Limit, limit_of
 from services.common.rpc.rates import Rates
 from services.common.security.caller import caller
@@ -80,12 +79,7 @@ def _unary(behaviour: Any, read: Callable[[Any], Any], write: Callable[[Any], by
 
 def _streaming(behaviour: Any, read: Callable[[Any], Any]) -> Any:
     async def wrapped(request: Any, context: Context) -> None:
-        if not inspect.isasyncgenfunction(behaviour):
-            await behaviour(read(request), context)
-            return
-        async with aclosing(behaviour(read(request), context)) as responses:
-            async for response in responses:
-                await context.write(response)
+        await written(behaviour, read(request), context)
 
     return wrapped
 
