@@ -47,23 +47,28 @@ async def test_killed_while_streaming_everything_acknowledged_is_there_and_nothi
     orchestrator = orchestrators(run__steps=40)
     await orchestrator.start()
     replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
-    trainer = ScriptedTrainer(orchestrator.address)
+    trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
     peers += [replica, trainer]
     replica.start()
     training = asyncio.ensure_future(trainer.run(40))
     rng = random.Random(5)
     async with asyncio.timeout(120):
-        for _ in range(3):
+        kills = 0
+        while kills < 3 and not training.done():  # it may be done on a machine that let this loop wait
             enough = len(replica.outcomes) + 60
             while len(replica.outcomes) < enough and not training.done():
                 await asyncio.sleep(0.005)
             await asyncio.sleep(rng.random() * 0.05)
+            if training.done():
+                break
             orchestrator.kill()
+            kills += 1
             acknowledged = accepted(replica)
             on_disk = stored(orchestrator.run_dir)
             assert acknowledged <= set(on_disk)
             assert all(len(kinds) == 1 for kinds in on_disk.values())
             await orchestrator.start()
+        assert kills
         await training
         await trainer.stopped.wait()
         assert await orchestrator.wait() == 0
