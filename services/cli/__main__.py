@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -371,6 +372,9 @@ def replay(
 
 def main() -> None:
     """Entry point: errors of ours are told in words, with exit code 2 for the user's and 1 for the rest."""
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # read when grpc is imported; failed handshakes are told in our words
     import structlog
 
     from services.cli.errors import Interrupted, exit_code, tell

@@ -28,19 +28,25 @@ _ROLES = {
 }
 
 
-def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The directory of the run's keys: its own, else those that MILLRACE_KEYS names, else its own, made now; None where it needs none."""
+def keys_there(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory of the run's keys: its own, else those that MILLRACE_KEYS names; None where there are none, or TLS is off."""
     if recipe.security.tls == "off":
         return None
     folder = run_dir / KEYS
     if is_there(folder / CA):
         return folder
-    if given := environment.get(VARIABLE):
-        return Path(given).resolve()
-    if not recipe.needs_keys:
-        return None
-    _make_once(recipe, folder)
-    return folder
+    given = environment.get(VARIABLE)
+    return Path(given).resolve() if given else None
+
+
+def keys_of(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The keys that are there, else the run's own, made now; None where it needs none. For those who start it, not for
+    those who call a run that goes on: new keys would not be the ones it was started with."""
+    found = keys_there(recipe, run_dir, environment)
+    if found is not None or not recipe.needs_keys:
+        return found
+    _make_once(recipe, run_dir / KEYS)
+    return run_dir / KEYS
 
 
 def _make_once(recipe: Recipe, folder: Path) -> None:
@@ -110,3 +116,15 @@ def act_as(keys: Path | None, process: str) -> Identity | None:
 def operate(keys: Path | None) -> Identity | None:
     """This command acts as an operator of the run, or as a viewer where only such keys are there."""
     return configure(Role.OPERATOR, Role.VIEWER, environment={VARIABLE: str(keys or "")})
+
+
+def check_dates(identity: Identity | None) -> None:
+    """Raises ``UnauthenticatedError`` for keys whose time is over or yet to come by the clock here, with what to do."""
+    if identity is None:
+        return
+    from services.common.security.certificates import holder_of
+    from services.common.security.times import check_times
+
+    holder = holder_of(identity.bundle.certificate)
+    what = f"the certificate in {identity.folder}"
+    check_times(what, holder.role, holder.begins_at, holder.ends_at, identity.clock(), leeway_s=0.0)

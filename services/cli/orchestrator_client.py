@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
+from services.common.hosts import is_known
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.status import from_call
 from services.common.rpc.sync_channel import sync_channel
@@ -62,6 +63,10 @@ def _translate(error: grpc.RpcError, address: str) -> MillraceError:
     is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
         return refused
+    if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
+        return InfrastructureError(
+            f"nobody here knows the host of {address}: write a name or address that this machine knows"
+        )
     if code is grpc.StatusCode.UNAVAILABLE:
         return InfrastructureError(f"nobody answers at {address}: is the run still going? (`millrace status --help`)")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

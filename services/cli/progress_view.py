@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -121,6 +121,24 @@ def _versions(result: run_pb2.EvaluationResult) -> str:
     return " ".join(parts)
 
 
+class StallsTold:
+    """Tells of each stall once, and of its end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stalled: dict[tuple[str, str], str] = {}
+
+    def tell(self, stalls: Iterable[run_pb2.Stall]) -> None:
+        now = {(stall.component, stall.cause): stall for stall in stalls}
+        for key in [key for key in self._stalled if key not in now]:
+            self._console.print(f"goes on again: {self._stalled.pop(key)}", style="green", markup=False)
+        for key, stall in now.items():
+            if key not in self._stalled:
+                self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
+                words = stall_words(stall)  # of peers: brackets in it are no markup
+                self._console.print(words, style="bold red", highlight=False, soft_wrap=True, markup=False)
+
+
 class ProgressView:
     """Shows progress on a console until closed."""
 
@@ -131,7 +149,7 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
-        self._stalled: dict[tuple[str, str], str] = {}
+        self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
 
     def __enter__(self) -> ProgressView:
@@ -156,25 +174,15 @@ class ProgressView:
         self._last = progress
         self._show(progress)
 
-    def _print(self, text: str, **how: Any) -> None:
+    def _print(self, text: str, style: str | None = None) -> None:
         """What peers say may hold brackets, which are no markup."""
-        self._console.print(text, markup=False, **how)
-
-    def _tell_stalls(self, progress: run_pb2.RunProgress) -> None:
-        """Each once, and its end."""
-        now = {(stall.component, stall.cause): stall for stall in progress.stalls}
-        for key in [key for key in self._stalled if key not in now]:
-            self._print(f"goes on again: {self._stalled.pop(key)}", style="green")
-        for key, stall in now.items():
-            if key not in self._stalled:
-                self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
-                self._print(stall_words(stall), style="bold red", highlight=False, soft_wrap=True)
+        self._console.print(text, style=style, markup=False)
 
     def _show(self, progress: run_pb2.RunProgress) -> None:
         if self._live:
             self._live.update(render(progress, self._title), refresh=True)
             return
-        self._tell_stalls(progress)
+        self._stalls.tell(progress.stalls)
         for result in progress.evaluations[self._num_evaluations :]:
             self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
         self._num_evaluations = len(progress.evaluations)

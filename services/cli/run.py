@@ -18,7 +18,7 @@ from rich.status import Status
 
 from services.cli.errors import Interrupted
 from services.cli.follow import show_now
-from services.cli.launch_keys import keys_of, operate, renew_in_time, with_keys
+from services.cli.launch_keys import check_dates, keys_of, operate, renew_in_time, with_keys
 from services.cli.node_bundles import write_bundles
 from services.cli.nodes import commands_for_other_nodes, with_addresses
 from services.cli.orchestrator_client import OrchestratorClient
@@ -31,9 +31,10 @@ from services.cli.plan import (
     with_free_ports,
 )
 from services.cli.processes import Processes, children_cpu_seconds
-from services.cli.progress_view import ProgressView
+from services.cli.progress_view import ProgressView, StallsTold
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
+from services.cli.starting import StallsAtStart
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InfrastructureError
@@ -138,7 +139,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     renew_in_time(keys)
     if keys is not None:
         write_bundles(recipe, run_dir, keys)
-    operate(keys)
+    check_dates(operate(keys))
     begun = time.monotonic()
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
@@ -197,8 +198,18 @@ def _start(
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
-    with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-        processes.wait_ready(recipe.ready_timeout_s, stop.check, later)
+    client = OrchestratorClient(orchestrator_address(recipe))
+    stalls = StallsAtStart(client, StallsTold(console))
+
+    def tick() -> None:
+        stop.check()
+        stalls()
+
+    try:
+        with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
+            processes.wait_ready(recipe.ready_timeout_s, tick, later)
+    finally:
+        client.close()
     ready = [spec for spec in specs if spec.name not in later]
     console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}", markup=False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import socket
 
+from services.common.errors import ConfigError
+
 
 def address(host: str, port: int) -> str:
     """Host and port as services dial them.
@@ -19,6 +21,22 @@ def bracketed(host: str) -> str:
     """A host as it stands in front of a port: IPv6 addresses in brackets."""
     bare = host.strip("[]")
     return f"[{bare}]" if ":" in bare else bare
+
+
+def check_place(place: str) -> None:
+    """Raises ``ConfigError`` for what is no ``HOST:PORT``, which nobody could ever answer."""
+    port = place.rpartition(":")[2]
+    if not host_of(place) or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{place!r} is no address: write HOST:PORT, such as 127.0.0.1:50050")
+
+
+def is_known(place: str) -> bool:
+    """Whether the host of ``HOST:PORT`` has an address here, reachable or not."""
+    try:
+        socket.getaddrinfo(host_of(place), None)
+    except OSError:
+        return False
+    return True
 
 
 def host_of(place: str) -> str:

@@ -43,6 +43,9 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # read when grpc is imported; failed handshakes are told in our words
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.inference.app import run_replica

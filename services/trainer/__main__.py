@@ -17,6 +17,9 @@ def main() -> int:
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # read when grpc is imported; failed handshakes are told in our words
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.trainer.app import run_trainer

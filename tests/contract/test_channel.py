@@ -10,10 +10,11 @@ import grpc
 import pytest
 import structlog
 from structlog.contextvars import bound_contextvars
-from structlog.testing import LogCapture
+from structlog.testing import LogCapture, capture_logs
 
-from services.common.errors import DeadlineError, InfrastructureError, WeightsStaleError
+from services.common.errors import ConfigError, DeadlineError, InfrastructureError, WeightsStaleError
 from services.common.pb import environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
+from services.common.rpc import run_client
 from services.common.rpc.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
 from services.common.rpc.run_client import fetch_run
 from services.common.rpc.streams import call_cancellation_is_an_error
@@ -198,3 +199,20 @@ async def test_asking_an_orchestrator_that_is_not_there_names_address_and_remedy
         await fetch_run(address, timeout_s=0.3)
     assert address in caught.value.message
     assert "python -m services.orchestrator" in caught.value.message
+
+
+async def test_what_is_in_the_way_of_the_first_answer_is_told_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_client, "FIRST_WORD_S", 0.1)
+    monkeypatch.setitem(run_client.DEADLINES, "GetRun", 0.2)  # of each try, so that there are several
+    address = f"127.0.0.1:{free_port()}"
+    with capture_logs() as logs, pytest.raises(DeadlineError, match="is it running"):
+        await fetch_run(address, timeout_s=3.0)
+    assert [entry["address"] for entry in logs if entry["event"] == "orchestrator.waited_for"] == [address]
+
+
+@pytest.mark.parametrize("place", ["nonsense", "host:", ":50050", "host:0", "host:port", "host:70000"])
+async def test_what_is_no_address_is_not_waited_for(place: str) -> None:
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        await fetch_run(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from services.common.aio import backoff, deadline
 from services.common.config.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import DeadlineError, InfrastructureError
+from services.common.hosts import check_place
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.rpc.refusals import refusal_behind
@@ -21,6 +23,8 @@ from services.common.security.roles import Peer
 log = structlog.get_logger()
 
 FIRST_CONTACT_S = 120.0
+FIRST_WORD_S = 3.0
+TELL_S = 20.0  # between two words about an orchestrator that is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +37,26 @@ class RunSettings:
 
 
 async def fetch_run(address: str, timeout_s: float = FIRST_CONTACT_S) -> RunSettings:
-    """Ask the orchestrator, waiting until it is there; raises ``DeadlineError`` naming address and remedy, and
-    ``AccessError`` at once when keys are the reason."""
+    """Ask the orchestrator, waiting until it is there, and telling so; raises ``DeadlineError`` naming address, what was in
+    the way and remedy, ``ConfigError`` at once for what is no address, and ``AccessError`` at once when keys are the reason."""
+    check_place(address)
+    obstacles: list[str] = []
     try:
         async with deadline(timeout_s, f"the first answer of the orchestrator at {address}"):
-            response = await _ask(address)
+            response = await _ask(address, obstacles)
     except DeadlineError as error:
+        last = f" ({obstacles[-1]})" if obstacles else ""
         raise DeadlineError(
-            f"{error.message}: is it running, and is the address right? "
+            f"{error.message}{last}: is it running, and is the address right? "
             "(start it with `python -m services.orchestrator --run-dir DIR`)"
         ) from None
     recipe = validate(json.loads(response.config_json), source=f"the recipe of the orchestrator at {address}")
     return RunSettings(response.run_id, Path(response.run_dir), recipe)
 
 
-async def _ask(address: str) -> run_pb2.GetRunResponse:
+async def _ask(address: str, obstacles: list[str]) -> run_pb2.GetRunResponse:
+    """The newest of ``obstacles`` is what is in the way."""
+    tell_at = 0.0
     async with channel(address, Peer.ORCHESTRATOR) as connection:
         stub = run_pb2_grpc.RunServiceStub(connection)
         for delay in backoff(0.2, 2.0):
@@ -57,8 +66,13 @@ async def _ask(address: str) -> run_pb2.GetRunResponse:
                         run_pb2.GetRunRequest(), timeout=DEADLINES["GetRun"], metadata=call_metadata()
                     )
             except (InfrastructureError, DeadlineError) as error:
-                log.debug("orchestrator.unreachable", address=address, error=error.message)
+                obstacles[:] = [error.message]
                 if (refused := await refusal_behind(error, connection)) is not None:
                     raise refused from None
+                if time.monotonic() >= tell_at:
+                    # The first word after a while: processes of one launch start together, and find each other within it.
+                    if tell_at:
+                        log.warning("orchestrator.waited_for", address=address, error=error.message)
+                    tell_at = time.monotonic() + (TELL_S if tell_at else FIRST_WORD_S)
                 await asyncio.sleep(delay)
     raise AssertionError("backoff never ends")

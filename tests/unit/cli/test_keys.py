@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.keyring import Keyring
-from services.common.errors import ConfigError
+from services.cli.launch_keys import check_dates
+from services.common.errors import ConfigError, UnauthenticatedError
+from services.common.security import identity
 from services.common.security.certificates import holder_of
 from services.common.security.roles import Role
 from services.common.security.tokens import check, read
@@ -129,3 +131,15 @@ def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="neither an address nor"):
         make_keys(tmp_path / "k", hosts=[host])
     assert not (tmp_path / "k").exists()
+
+
+@pytest.mark.parametrize(("days_ago", "told"), [(40, "expired at .*--renew"), (-5, "set the clocks")])
+def test_keys_that_cannot_be_renewed_here_are_refused_before_a_start(tmp_path: Path, days_ago: int, told: str) -> None:
+    made = Keyring.make(tmp_path / "k", "r1", days=10, clock=lambda: time.time() - days_ago * 86400)
+    with pytest.raises(UnauthenticatedError, match=told):
+        check_dates(identity.load(made.folder, Role.OPERATOR))
+    check_dates(None)
+
+
+def test_keys_whose_time_is_now_are_taken(tmp_path: Path) -> None:
+    check_dates(identity.load(make_keys(tmp_path / "k").folder, Role.OPERATOR))

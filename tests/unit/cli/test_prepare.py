@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import run
+from services.cli.reach import reach
 from services.cli.run import prepare
 from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
@@ -75,3 +76,11 @@ def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
     with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
         run.reopen(directory)
     assert "..." not in caught.value.message
+
+
+def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MILLRACE_KEYS", raising=False)
+    _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
+    with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
+        reach("", directory)
+    assert not (directory / "keys").exists()

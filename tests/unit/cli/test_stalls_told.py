@@ -12,8 +12,10 @@ import orjson
 from rich.console import Console
 
 from services.cli.plot_time import plot_time
-from services.cli.progress_view import ProgressView, render
+from services.cli.progress_view import ProgressView, StallsTold, render
 from services.cli.silence import Silence
+from services.cli.starting import StallsAtStart
+from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 
 STALL = run_pb2.Stall(
@@ -118,3 +120,30 @@ def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(orjson.dumps({"kind": "accounts", "time": 2.0, "shares": shares, "waits": {}}) + b"\n")
     assert plot_time(tmp_path, tmp_path / "time.png") == tmp_path / "time.png"
+
+
+class Answers:
+    """An orchestrator that is not up at first, and then has a stall."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def get_run(self) -> run_pb2.GetRunResponse:
+        self.asked += 1
+        if self.asked == 1:
+            raise InfrastructureError("nobody answers")
+        return run_pb2.GetRunResponse(progress=run_pb2.RunProgress(stalls=[STALL] if self.asked < 4 else []))
+
+
+def test_a_stall_is_told_while_the_run_still_starts() -> None:
+    output, clock, answers = io.StringIO(), Clock(), Answers()
+    ask = StallsAtStart(answers, StallsTold(Console(file=output, width=200)), clock)  # type: ignore[arg-type]
+    ask()
+    assert answers.asked == 0  # not at once: most runs are ready before
+    for _ in range(4):
+        clock.now += 6.0
+        ask()
+        ask()
+    assert answers.asked == 4
+    assert output.getvalue().count("STALLED") == 1
+    assert "goes on again: envgateway, silent" in output.getvalue()
