@@ -40,7 +40,8 @@ run: $(RUNTIME) ## run RECIPE=recipes/...
 
 test: $(STAMP) ## set up and run every test
 	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 2
+	@# One more than cores: these wait for processes more than they compute.
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 3
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
