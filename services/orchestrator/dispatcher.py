@@ -62,7 +62,9 @@ class Dispatcher:
         self._max_staleness = max_staleness
         self._training = training
         self._evaluations = evaluations
-        self.evaluators = Evaluators(evaluation, evaluations, pool, groups, self.may_play)
+        self.evaluators = Evaluators(
+            evaluation, evaluations, pool, groups, self.may_play, lambda policy: ledgers[policy].newest_number
+        )
         self._journal = journal
         self._counters = counters
         self._fanout = fanout
@@ -297,6 +299,11 @@ class Dispatcher:
                 continue
             told, when = replica.announced.get(policy, (-1, 0.0))
             if told == newest.number and now - when < ANNOUNCE_AGAIN_S and not again:
+                continue
+            # With another version on its way it would move on in the middle of the evaluation that it is awaited for.
+            awaited = self.evaluators.awaited_version(replica, policy)
+            is_on_its_way = replica.is_moving(policy) and now - when < ANNOUNCE_AGAIN_S
+            if awaited is not None and (is_on_its_way or held.number >= awaited):
                 continue
             if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
                 self._counters["wrong_digest_held"] += 1

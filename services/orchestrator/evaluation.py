@@ -33,6 +33,7 @@ class EvaluationPass:
     versions: Mapping[str, int] = field(default_factory=dict)  # that it is played on, once decided
     pinned: bool | None = None  # None until it is decided where it is played
     evaluators: frozenset[str] = frozenset()  # replicas that play it and no training; empty: any replica
+    awaited: frozenset[str] = frozenset()  # until it is decided: replicas that are told of no version beyond the next
     next_row: int = 0
     issued_rows: set[int] = field(default_factory=set)  # before a restart
     rewards: dict[int, list[float]] = field(default_factory=dict)  # by row; failures are 0

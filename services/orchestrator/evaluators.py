@@ -1,6 +1,6 @@
 """Where an evaluation is played, so that it stops nobody.
 
-    nobody trains               -> on every replica, pinned to the versions asked for
+    nobody trains               -> on every replica, pinned to the newest versions
     replicas to spare           -> on ``evaluation.engines`` whole replicas, pinned to what they hold; training on the others
     none to spare               -> on a share of the slots, following training: ``pinned: false``, with the range of versions
 
@@ -26,24 +26,30 @@ class Evaluators:
         pool: ReplicaPool,
         groups: Mapping[str, TaskGroup],
         may_play: Callable[[Replica, Mapping[str, int], tuple[str, ...]], bool],
+        newest: Callable[[str], int],
     ) -> None:
-        """``may_play``: whether a replica holds known versions of these policies, and exactly the required ones."""
+        """``may_play``: whether a replica holds known versions of these policies, and exactly the required ones.
+        ``newest``: the number of a policy's newest version."""
         self._config = config
         self._evaluations = evaluations
         self._pool = pool
         self._groups = groups
         self._may_play = may_play
+        self._newest = newest
 
     def place(self, current: EvaluationPass, training: bool) -> str:
         """Decide where a pass is played, if that is open; returns what it waits for, empty when it is decided."""
-        if not training:
-            if current.pinned is None:
-                current.versions, current.pinned = current.wanted, True
-            current.evaluators = frozenset()
-            return ""
-        if current.pinned is None and not self._adopt_sibling(current):
+        if current.pinned is None and training and not self._adopt_sibling(current):
             return self._choose(current)
-        if current.pinned and not any(r.replica_id in current.evaluators for r in self._pool):
+        if current.pinned is None:  # training is over: what was asked for may be held by nobody any more
+            newest = {policy: max(number, self._newest(policy)) for policy, number in current.wanted.items()}
+            current.versions, current.pinned, current.awaited = newest, True, frozenset()
+        if not current.pinned:
+            return ""
+        comes_to_all = all(number >= self._newest(policy) for policy, number in current.versions.items())
+        if comes_to_all and not training:
+            current.evaluators = frozenset()
+        elif not any(r.replica_id in current.evaluators for r in self._pool):
             holders = [r for r in self._workers(current) if self._may_play(r, current.versions, current.policies)]
             current.evaluators = _ids(_freest_first(holders)[: self._config.engines])
         return ""
@@ -70,19 +76,32 @@ class Evaluators:
                 return current.versions.get(policy)
         return replica.pinned_version(policy)
 
+    def awaited_version(self, replica: Replica, policy: str) -> int | None:
+        """The least version that an evaluation waits for the replica to hold, if one does."""
+        for current in self._evaluations:
+            if replica.replica_id in current.awaited and current.has_left:
+                return current.wanted.get(policy)
+        return None
+
     def _choose(self, current: EvaluationPass) -> str:
         workers = self._workers(current)
         if len(workers) <= self._config.engines:
-            current.pinned, current.versions = False, current.wanted
+            current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
             return ""
         policies = tuple(current.wanted)
         ready = [
             r
             for r in _freest_first(workers)
-            if self._may_play(r, {}, policies) and all(r.held[p].number >= n for p, n in current.wanted.items())
+            if self._may_play(r, {}, policies)
+            and all(r.held[p].number >= n for p, n in current.wanted.items())
+            and not any(r.is_moving(policy) for policy in policies)  # it would leave the version that it holds
         ]
         if not ready:
+            # With versions that follow each other faster than they are fetched, no replica would ever stand still.
+            if not current.awaited & _ids(workers):
+                current.awaited = _ids(_freest_first(workers)[: self._config.engines])
             return "no replica holds the version to evaluate yet"
+        current.awaited = frozenset()
         current.versions = {policy: ready[0].held[policy].number for policy in policies}
         alike = [r for r in ready if self._may_play(r, current.versions, policies)]
         current.pinned, current.evaluators = True, _ids(alike[: self._config.engines])

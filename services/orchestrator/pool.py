@@ -96,6 +96,11 @@ class Replica:
         """A whole task group, or one that is larger than the replica when nothing else runs there."""
         return self.num_free >= num_slots or not self.assignments
 
+    def is_moving(self, policy: str) -> bool:
+        """Whether it was told of a newer version than the one that it says it holds."""
+        held = self.held.get(policy)
+        return held is not None and self.announced.get(policy, (-1, 0.0))[0] > held.number
+
     def pinned_version(self, policy: str) -> int | None:
         """The version that an evaluation keeps in place."""
         return next((a.pinned[policy] for a in self.assignments.values() if policy in a.pinned), None)

@@ -146,3 +146,45 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
         await asyncio.wait_for(life, 5)
     assert world.ring.evaluations.results["start/greedy"].mean_reward == 1.0
+
+
+async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        first, second = world.join("first", slots=16), world.join("second", slots=16)
+        training, _ = split(await world.orders(first) + await world.orders(second))
+        await train_one_step(world, training[:2], 1, 0)
+        await asyncio.sleep(0.01)  # the evaluation of version 1 waits: both replicas were told of it and hold 0
+        await world.publish(2)  # before anybody has said that it holds 1
+        await asyncio.sleep(0.01)
+        told = {
+            replica.replica_id: max(
+                c.version.number for c in await world.commands(replica) if isinstance(c, AnnounceVersion)
+            )
+            for replica in (first, second)
+        }
+        assert sorted(told.values()) == [1, 2], "the one that the evaluation waits for is told of nothing further"
+        awaited, other = (first, second) if told["first"] == 1 else (second, first)
+        report(world, other, 1)  # on its way to 2: it would leave version 1 in the middle of the evaluation
+        assert split(await world.orders(other))[1] == []
+        report(world, awaited, 1)
+        _, evaluation = split(await world.orders(awaited))
+        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
+
+
+async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_on_the_newest_version(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 2}, evaluation={"every": 1, "at_start": False, "at_end": False}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        first, second = world.join("first", slots=16), world.join("second", slots=16)
+        training, _ = split(await world.orders(first) + await world.orders(second))
+        await train_one_step(world, training[:2], 1, 0)
+        await train_one_step(world, training[2:4], 2, 0)
+        world.ring.dispatcher.train = False
+        for replica in (first, second):
+            report(world, replica, 2)
+        orders = split(await world.orders(first) + await world.orders(second))[1]
+        assert orders and {order.required_versions["model0"] for order in orders} == {2}

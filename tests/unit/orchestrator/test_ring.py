@@ -466,6 +466,8 @@ async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds
     world = worlds()
     await world.publish(0)
     await world.ring.begin_evaluation("asked")
+    world.join(number=0)
+    await world.settle()  # decided: it is played on version 0
     world.ring.apply_version(WeightVersion(policy="model0", number=1, digest="d1"), {})
     watch = Watch(world.ring)
     for _ in range(8):
