@@ -105,6 +105,16 @@ class TwoNodeRun:
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
 
+    def is_member(self, replica: str) -> bool:
+        """Whether the orchestrator holds it for a member of the pool: it has joined, and its lease has not ended since."""
+        member = False
+        for file in sorted((self.run_dir / "logs").glob("orchestrator*.jsonl")):
+            for line in file.read_bytes().splitlines():
+                if b'"event":"replica.joined"' in line or b'"event":"replica.lease_lost"' in line:
+                    row = orjson.loads(line)
+                    member = row["event"] == "replica.joined" if row["replica"] == replica else member
+        return member
+
     def steps(self) -> int:
         """Training steps that are done, of all policies."""
         return len(self.rows("training_step"))
@@ -129,9 +139,17 @@ class TwoNodeRun:
         return time.monotonic() - begin
 
     def wait_for_more(self, replica: str, count: int = 1) -> float:
-        """Seconds until a replica has brought more trajectories."""
+        """Seconds until a replica is a member and has brought more trajectories."""
         before = self.trajectories()[replica]
-        return self.wait_for(lambda: self.trajectories()[replica] >= before + count, f"a trajectory of {replica}")
+
+        def brought() -> bool:
+            return self.is_member(replica) and self.trajectories()[replica] >= before + count
+
+        return self.wait_for(brought, f"a trajectory of {replica}")
+
+    def wait_until_lost(self, replica: str) -> float:
+        """Seconds until its lease has ended; at once where it had ended before, as on a machine with too much to do."""
+        return self.wait_for(lambda: not self.is_member(replica), f"the end of {replica}'s lease")
 
     def stop(self) -> None:
         for process in reversed(self._started):  # node 1 first

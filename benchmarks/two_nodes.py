@@ -45,10 +45,10 @@ class Losses:
     def lost(self, how: str) -> None:
         """Called in the moment of the loss; returns when node 1 has been away for ``away_s``."""
         begin, run = time.monotonic(), self.run
-        steps, expired = run.steps(), self._num_expired()
+        steps = run.steps()
         run.wait_for(lambda: run.steps() > steps, "a training step without node 1")
         self.going_on_s.append(time.monotonic() - begin)
-        run.wait_for(lambda: self._num_expired() > expired, "the end of a's lease")
+        run.wait_until_lost("a")
         self.given_away_s.append(time.monotonic() - begin)
         time.sleep(max(0.0, self.away_s - (time.monotonic() - begin)))
         print(
@@ -60,11 +60,6 @@ class Losses:
         self.back_s.append(self.run.wait_for_more("a"))
         print(f"{how}: a brings a trajectory {self.back_s[-1]:.1f} s after the return")
         time.sleep(self.there_s)
-
-    def _num_expired(self) -> int:
-        return len(
-            self.run.events("replica.lease_lost", sorted((self.run.run_dir / "logs").glob("orchestrator*.jsonl")))
-        )
 
 
 def measure(directory: Path, rounds: int) -> None:

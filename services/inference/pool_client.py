@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 REPORT_PERIOD_S = 2.0
 _LOOK_S = 0.05  # how soon a new version is noticed
 AWAY_TIMEOUT_S = 600.0  # an orchestrator that is away for longer does not come back: end, and let a supervisor decide
-_LEASE_LOSSES = 3  # within _LEASE_LOSS_WINDOW_S: another process claims this replica id
-_LEASE_LOSS_WINDOW_S = 60.0
+_TAKEOVERS = 3  # within _TAKEOVER_WINDOW_S: another process goes on claiming this replica id
+_TAKEOVER_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class PoolClient:
         self._unreported: list[tuple[float, float]] = []  # stretches whose report did not arrive
         self._transfers: list[WeightTransfer] = []  # the same of weight transfers
         self._told: tuple[WeightVersion, ...] = ()  # what the last report said is held
-        self._lease_losses: list[float] = []
+        self._takeovers: list[float] = []
 
     async def run(self) -> None:
         reports = asyncio.create_task(self._report_loop(), name="replica reports")
@@ -140,7 +140,7 @@ class PoolClient:
                     return
                 log.info("pool.stream_ended")
             except LeaseLostError as error:
-                self._count_lease_loss(error)
+                self._lease_lost(error)
             except UserError:
                 raise  # refused for what we are: joining again would be refused again
             except MillraceError as error:
@@ -206,14 +206,17 @@ class PoolClient:
         else:
             self._member.run_task_group(order)
 
-    def _count_lease_loss(self, error: LeaseLostError) -> None:
-        now = time.monotonic()
+    def _lease_lost(self, error: LeaseLostError) -> None:
+        """Told apart: a lease that ran out, however often a bad link does that, and one that another process took."""
         log.warning("pool.lease_lost", error=error.message)
-        self._lease_losses = [at for at in self._lease_losses if now - at < _LEASE_LOSS_WINDOW_S] + [now]
-        if len(self._lease_losses) >= _LEASE_LOSSES:
+        if error.metadata.get("holder", self._identity.incarnation) == self._identity.incarnation:
+            return
+        now = time.monotonic()
+        self._takeovers = [at for at in self._takeovers if now - at < _TAKEOVER_WINDOW_S] + [now]
+        if len(self._takeovers) >= _TAKEOVERS:
             raise LeaseLostError(
-                f"lost the lease of replica {self._identity.replica_id!r} {_LEASE_LOSSES} times within "
-                f"{_LEASE_LOSS_WINDOW_S:.0f} s: another process seems to use the same --replica-id"
+                f"replica {self._identity.replica_id!r} was taken over {_TAKEOVERS} times within "
+                f"{_TAKEOVER_WINDOW_S:.0f} s: another process uses the same --replica-id; stop one of the two"
             ) from error
 
     def _check_away(self) -> None:

@@ -136,7 +136,8 @@ class ReplicaPool:
         """A stream of a replica begins. Its mailbox is new; the caller sends again what is still wanted of it."""
         replica = self._replicas.get(hello.replica_id)
         if replica is not None and replica.incarnation != hello.incarnation:
-            self._end(replica, LeaseLostError(f"replica {hello.replica_id} was started again elsewhere"))
+            again = f"replica {hello.replica_id} was started again elsewhere"
+            self._end(replica, LeaseLostError(again, holder=hello.incarnation))
             replica = None
         if replica is None:
             replica = self._admit(hello.replica_id, hello.incarnation)

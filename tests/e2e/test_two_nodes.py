@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,8 +37,7 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
         assert run.trajectories()["b"], "node 0 plays too"
 
         def goes_on_without_node_1() -> None:
-            lost = len(lost_leases(run))
-            run.wait_for(lambda: len(lost_leases(run)) > lost, "the end of a's lease")
+            run.wait_until_lost("a")
             steps = run.steps()
             run.wait_for(lambda: run.steps() >= steps + 2, "training steps without node 1")
 
@@ -112,10 +110,6 @@ def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: P
         **{node_0: "node0"}, MILLRACE_KEYS="runs/mine/keys/operator"
     )
     assert "copy its bundle from node 0 and set MILLRACE_KEYS" in told(**{node_0: "node0"}, RUN_DIR="runs/other")
-
-
-def lost_leases(run: TwoNodeRun) -> list[dict[str, Any]]:
-    return run.events("replica.lease_lost", sorted((run.run_dir / "logs").glob("orchestrator*.jsonl")))
 
 
 def secrets_in(run: TwoNodeRun) -> list[Path]:

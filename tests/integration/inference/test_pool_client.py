@@ -143,10 +143,19 @@ async def test_a_lost_lease_is_taken_anew(orchestrator: FakeOrchestrator) -> Non
         assert not member.membership.done()
 
 
+async def test_a_lease_that_runs_out_again_and_again_is_taken_anew_each_time(orchestrator: FakeOrchestrator) -> None:
+    """A link that flaps is no reason to end."""
+    async with joined(orchestrator) as member:
+        for number in range(2, 7):
+            orchestrator.end_stream(LeaseLostError("did not report for 3 s"))
+            await until(lambda number=number: len(orchestrator.joins) == number)
+        assert not member.membership.done()
+
+
 async def test_a_replica_id_that_another_process_claims_ends_membership(orchestrator: FakeOrchestrator) -> None:
     async with joined(orchestrator) as member:
         for _ in range(3):
-            orchestrator.end_stream(LeaseLostError("started again elsewhere"))
+            orchestrator.end_stream(LeaseLostError("started again elsewhere", holder="another incarnation"))
         with pytest.raises(LeaseLostError, match="--replica-id"):
             async with asyncio.timeout(10):
                 await member.membership

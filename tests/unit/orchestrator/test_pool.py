@@ -57,13 +57,18 @@ def test_a_lost_lease_orphans_its_task_groups_and_later_reports_are_refused() ->
         report(pool)
 
 
-def test_a_new_incarnation_ends_the_older_lease_at_once() -> None:
+async def test_a_new_incarnation_ends_the_older_lease_at_once() -> None:
     pool, _, orphans = pool_with_orphans()
     old = pool.join(hello())
     pool.assign(old, "g", [0], {})
+    stream = old.mailbox
     new = pool.join(hello(incarnation="2"))
     assert orphans == ["g"]
     assert old.mailbox is None
+    assert stream is not None
+    with pytest.raises(LeaseLostError, match="elsewhere") as told:
+        await stream.get()
+    assert told.value.metadata["holder"] == "2", "not told like a lease that ran out, after which one joins again"
     assert new.num_free == 8
     with pytest.raises(LeaseLostError):
         report(pool, incarnation="1")
