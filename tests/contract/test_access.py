@@ -353,6 +353,33 @@ async def test_no_secret_is_in_the_logs_of_refusals(keys: Keyring) -> None:
     assert refused and token[-20:] not in str(logs)
 
 
+async def test_admitted_and_refused_calls_at_once_each_get_their_own_answer(keys: Keyring) -> None:
+    """One method, one connection: what is kept of a handler from call to call is nobody's in particular."""
+    who, other = as_role(keys, Role.ORCHESTRATOR), Keyring(keys.folder)
+    other.run = "r2"
+    said = {
+        keys.token(Role.OPERATOR, 1): "r1",
+        keys.token(Role.AGENT, 1): "role agent may not call",
+        other.token(Role.OPERATOR, 1): "of another run",
+        "nothing": "is no run token",
+    }
+
+    async def ask(connection: grpc.aio.Channel, token: str) -> str:
+        try:
+            with translated_errors("orchestrator"):
+                return (await get_run(connection, metadata=(("authorization", f"Bearer {token}"),))).run_id
+        except AccessError as error:
+            return error.message
+
+    credentials = grpc.ssl_channel_credentials(who.bundle.ca)
+    async with serving(who) as (servicer, server), grpc.aio.secure_channel(server.address, credentials) as connection:
+        tokens_shown = [*said] * 50
+        answers = await asyncio.gather(*(ask(connection, token) for token in tokens_shown))
+        assert servicer.num_calls == 50
+    wrong = [(answer, said[token]) for token, answer in zip(tokens_shown, answers, strict=True) if said[token] not in answer]
+    assert wrong == []
+
+
 async def test_a_stranger_who_names_many_methods_fills_no_log(keys: Keyring) -> None:
     who = as_role(keys, Role.ORCHESTRATOR)
     async with serving(who) as (_, server):

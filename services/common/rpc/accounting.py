@@ -14,6 +14,7 @@ class AccountInterceptor(CallInterceptor):
     account. Other calls, such as GetStatus, are nobody's time."""
 
     def __init__(self, account: TimeAccount, activities: Mapping[str, str]) -> None:
+        super().__init__()
         self._account = account
         self._activities = activities
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -27,6 +28,7 @@ class AuthInterceptor(CallInterceptor):
     """
 
     def __init__(self, identity: Identity) -> None:
+        super().__init__()
         self._gatekeeper = Gatekeeper(identity)
         self._clock = identity.clock
         self._by_certificate = identity.bundle.client_certificates
@@ -42,8 +44,9 @@ class AuthInterceptor(CallInterceptor):
             found = self._gatekeeper.identify(_authorization(handler_call_details.invocation_metadata), None)
             permit(found, handler_call_details.method)
         except AccessError as error:
-            return _refusal(error)
-        caller.set(found)  # the task is the call's own
+            _refused.set(error)  # the task is the call's own
+            return _REFUSAL
+        caller.set(found)
         handler = await continuation(handler_call_details)
         if handler is None or not handler.response_streaming:
             return handler  # nothing is left to do round a short call
@@ -130,13 +133,13 @@ class _Ending:
         return getattr(self._context, name)
 
 
-def _refusal(error: AccessError) -> Handler:
+async def _refuse(requests: object, context: Context) -> None:
     """Fits calls of every kind, and reads nothing of them."""
+    raise _refused.get()
 
-    async def refuse(requests: object, context: Context) -> None:
-        raise error
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+_refused: ContextVar[AccessError] = ContextVar("refused")
+_REFUSAL: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 def _authorization(metadata: Any) -> str | None:

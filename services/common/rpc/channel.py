@@ -145,6 +145,7 @@ class _SecureChannel(ServiceChannel):
         self._who = who
         self._connect = connect
         self._generation = who.generation
+        self._shown = ("authorization", f"Bearer {who.bundle.token}")
         self._older: list[grpc.aio.Channel] = []
 
     async def close(self, grace: float | None = None) -> None:
@@ -169,19 +170,19 @@ class _SecureChannel(ServiceChannel):
 
         def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
             nonlocal through, call
-            token = self._who.bundle.token
             self._follow_renewals()
             if through is not self._wrapped:
                 through = self._wrapped
                 call = getattr(through, kind)(*made_with, **options)
-            shown = ("authorization", f"Bearer {token}")
-            return call(*arguments, metadata=(*completed(metadata), shown), **keywords)
+            return call(*arguments, metadata=(*completed(metadata), self._shown), **keywords)
 
         return called
 
     def _follow_renewals(self) -> None:
+        held = self._who.bundle  # looks for renewed files
         if self._generation != self._who.generation:
             self._generation = self._who.generation
+            self._shown = ("authorization", f"Bearer {held.token}")
             self._older.append(self._wrapped)
             self._wrapped = self._connect()
 

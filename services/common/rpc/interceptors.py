@@ -29,6 +29,11 @@ _STREAM_RESPONSE = ("unary_stream", "stream_stream")
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Runs ``around`` round every call, whatever its kind."""
 
+    def __init__(self) -> None:
+        # By method, the handler and how it was wrapped: it is the same at each call, and wrapping it anew would cost more
+        # than the wrapper does.
+        self._made: dict[str, tuple[Handler, Handler]] = {}
+
     @asynccontextmanager
     async def around(self, method: str, context: Context) -> AsyncIterator[None]:
         """Before the yield: before the call. After it, or in ``except``: after."""
@@ -45,6 +50,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return self._wrapped(handler, handler_call_details.method)
 
     def _wrapped(self, handler: Handler, method: str) -> Handler:
+        made = self._made.get(method)
+        if made is not None and made[0] is handler:
+            return made[1]
+        wrapped = self._wrap(handler, method)
+        if allowed(method):  # a stranger may name any method, and is refused by a handler too
+            self._made[method] = (handler, wrapped)
+        return wrapped
+
+    def _wrap(self, handler: Handler, method: str) -> Handler:
         for kind in (*_UNARY_RESPONSE, *_STREAM_RESPONSE):
             if (behaviour := getattr(handler, kind)) is not None:
                 wrap = self._unary if kind in _UNARY_RESPONSE else self._streaming
@@ -88,6 +102,7 @@ class ErrorInterceptor(CallInterceptor):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._repeats = Repeats()
 
     @asynccontextmanager

@@ -34,6 +34,7 @@ class RateInterceptor(CallInterceptor):
     """Refuses calls over the limits on calls."""
 
     def __init__(self, rates: Rates | None = None) -> None:
+        super().__init__()
         self._rates = rates or Rates()
 
     @asynccontextmanager
