@@ -376,7 +376,9 @@ async def test_admitted_and_refused_calls_at_once_each_get_their_own_answer(keys
         tokens_shown = [*said] * 50
         answers = await asyncio.gather(*(ask(connection, token) for token in tokens_shown))
         assert servicer.num_calls == 50
-    wrong = [(answer, said[token]) for token, answer in zip(tokens_shown, answers, strict=True) if said[token] not in answer]
+    wrong = [
+        (answer, said[token]) for token, answer in zip(tokens_shown, answers, strict=True) if said[token] not in answer
+    ]
     assert wrong == []
 
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import structlog
 
-from services.common.aio import TaskOwner, backoff
+from services.common.aio import TaskOwner, backoff, deadline
 from services.common.errors import InfrastructureError, MillraceError
 from services.inference.engine.sglang.server import Server
 from services.inference.engine.sglang.stage import Stage
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 LOAD_POLL_S = 1.0
 LIVED_S = 60.0  # a server that served this long died of something else than its start
-_DIRTY_POLL_S = 0.5
+WHOLE_STAGE_S = 600.0  # until a fetch of all weights has mended a stage that an update left incomplete
 
 
 class Fleet:
@@ -55,6 +55,7 @@ class Fleet:
         self._paused = False
         self._stopped = False
         self._lock = asyncio.Lock()  # of the stage, of switches and of pauses
+        self._written = asyncio.Condition(self._lock)  # the stage
         self._tasks = TaskOwner()
 
     @property
@@ -91,6 +92,7 @@ class Fleet:
         """
         async with self._lock:
             await asyncio.to_thread(self._stage.write, update)
+            self._written.notify_all()
             serving = [server for server in self.servers if server.serving]
             pauses = await asyncio.gather(
                 *(server.switch(self._transfer, update.version, stay_paused=self._paused) for server in serving)
@@ -142,12 +144,7 @@ class Fleet:
         await server.start(self._stage.version)
         try:
             async with self._lock:
-                while self._stage.dirty:  # until an update that is complete; `switch` needs the lock for it
-                    self._lock.release()
-                    try:
-                        await asyncio.sleep(_DIRTY_POLL_S)
-                    finally:
-                        await self._lock.acquire()
+                await self._whole_stage(server)
                 await server.load(self._transfer, self._stage.version)
                 if self._paused:
                     await server.pause()
@@ -157,6 +154,14 @@ class Fleet:
             raise
         log.info("sglang.serving", server=server.name, pid=server.process.pid, version=server.version)
         self._changed()
+
+    async def _whole_stage(self, server: Server) -> None:
+        """Holding the lock, which is free for `switch` while this waits. Raises ``DeadlineError``."""
+        what = (
+            f"waiting for an update that completes the weights of SGLang server {server.name} (the last one broke off)"
+        )
+        async with deadline(WHOLE_STAGE_S, what):
+            await self._written.wait_for(lambda: not self._stage.dirty)
 
     async def _supervise(self, server: Server) -> None:
         delays, deaths = backoff(1.0, 30.0), 0

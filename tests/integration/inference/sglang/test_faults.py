@@ -18,6 +18,7 @@ from services.common.errors import DeadlineError, InfrastructureError, InvalidRe
 from services.common.security.bundle import VARIABLE
 from services.common.types import Sampling
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
+from services.inference.engine.sglang import fleet
 from services.inference.engine.sglang.command import ServerCommand
 from services.inference.engine.sglang.engine import SglangEngine
 from services.inference.engine.sglang.process import ServerProcess
@@ -90,6 +91,59 @@ async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_ne
     await until_all_serve(engine)
     assert [server.version for server in engine._servers] == [1, 1]
     assert engine._servers[0].process.pid != pid
+
+
+async def break_the_stage(engine: SglangEngine) -> None:
+    """An update that fails in the middle of its write, as when memory runs out."""
+
+    class Gone:
+        shape, dtype = next(iter(WEIGHTS.values())).shape, next(iter(WEIGHTS.values())).dtype
+
+        def detach(self) -> Any:
+            raise MemoryError
+
+    broken: Any = {name: Gone() for name in WEIGHTS}
+    with pytest.raises(MemoryError):
+        await engine.update(WeightUpdate.full(broken, 1))
+
+
+async def until_waiting_for_weights(engine: SglangEngine) -> None:
+    """Its new process answers, and nobody may use it yet."""
+    async with asyncio.timeout(20):
+        while not engine._fleet._written._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+
+
+async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "WHOLE_STAGE_S", 0.1)
+    engine = await launch(restarts=1)
+    await break_the_stage(engine)
+    pid = engine._servers[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(
+        InfrastructureError, match=r"an update that completes the weights of SGLang server .* took longer"
+    ):
+        async with asyncio.timeout(30):
+            await engine.generate(request())
+
+
+async def test_a_server_that_comes_back_to_an_incomplete_stage_serves_after_the_next_whole_update(
+    launch: Launch,
+) -> None:
+    engine = await launch()
+    await break_the_stage(engine)
+    server = engine._servers[0]
+    assert server.process.pid is not None
+    os.kill(server.process.pid, signal.SIGKILL)
+    (pending,) = start(engine)
+    await until_waiting_for_weights(engine)
+    assert not server.serving and not pending.done()
+    await engine.update(version(2))
+    check_whole(await pending)
+    assert server.version == 2
 
 
 async def test_tokens_after_a_switch_began_are_sampled_again_when_nobody_says_their_version(launch: Launch) -> None:
