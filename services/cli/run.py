@@ -219,7 +219,7 @@ def _follow(
 ) -> None:
     client = OrchestratorClient(orchestrator_address(recipe))
     keys_looked_at = time.monotonic()
-    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
+    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
     finished_at: float | None = None
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:

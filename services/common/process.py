@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 DIE_WITH_PARENT = "MILLRACE_DIE_WITH_PARENT"
-START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that is well, but lost others without which it cannot go on
+START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that has lost what it cannot go on without: another may do better
 _PR_SET_PDEATHSIG = 1
 
 

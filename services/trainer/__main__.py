@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from services.common.errors import MillraceError, UserError
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
 from services.common.process import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.trainer.config import parse
 
@@ -39,7 +39,7 @@ def main() -> int:
         if not isinstance(error, MillraceError):
             raise
         sys.stderr.write(f"trainer: {error.message}\n")
-        return 1
+        return START_AGAIN if isinstance(error, InfrastructureError | DeadlineError) else 1
     return 0
 
 

@@ -145,12 +145,15 @@ class PublisherProcess:
     def _start(self) -> None:
         self._buffer = b""
         self._close_pipes()  # of one that died
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:  # no process or memory to be had at this moment
+            raise _PublisherGoneError(f"the publisher could not be started: {error}") from error
         try:
             self.address = str(self._ask("the publisher's start", START_TIMEOUT_S)["address"])
         except InfrastructureError as error:  # also its own word, such as that its port is not free yet

@@ -11,10 +11,8 @@ JSON is encoded in the writer thread. Knows nothing about what records mean.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import queue
-import shutil
 import sqlite3
 import threading
 import time
@@ -27,6 +25,8 @@ import orjson
 import structlog
 import xxhash
 
+from services.common import disk
+from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
 from services.orchestrator.journal.index import Durability, Index, Row
 from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segment_path, segments_in
@@ -36,7 +36,6 @@ log = structlog.get_logger()
 MAX_RECORDS = 64
 LINGER_S = 0.005
 RETRY_S = 0.5  # between attempts while the disk is full
-RESERVE_BYTES = 1024 * 1024  # below this much free disk nothing is written
 CLOSE_DEADLINE_S = 10.0
 
 Encode = Callable[[], Mapping[str, Any]]
@@ -59,7 +58,7 @@ class Journal:
         *,
         segment_bytes: int = 64 * 1024 * 1024,
         durability: Durability = "process",
-        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+        free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.directory = directory
@@ -197,7 +196,7 @@ class Journal:
                     self._transaction(entries, lines)
                     break
                 except (OSError, sqlite3.OperationalError) as error:
-                    if not _is_full(error):
+                    if not disk.says_full(error):
                         raise
                     self._block(str(error))
             if self._closing.wait(RETRY_S):
@@ -307,12 +306,6 @@ class JournalReader:
 
     def close(self) -> None:
         self._index.close()
-
-
-def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -127,7 +127,7 @@ async def test_a_publisher_that_always_dies_is_told_in_the_end(
     monkeypatch.setattr(publisher_process, "START_TIMEOUT_S", 0.01)  # what does not answer in time is killed
     kill(publisher)
     path, _ = write_version(tmp_path, 1)
-    with pytest.raises(InfrastructureError, match="no weight publisher could be told of .* within 0.2 s"):
+    with pytest.raises(InfrastructureError, match=r"no weight publisher could be told of .* within 0.2 s"):
         await asyncio.to_thread(publisher.announce, path)
 
 
