@@ -23,6 +23,7 @@ import structlog
 from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,
+    InfrastructureError,
     InvalidRequestError,
     MillraceError,
     StateError,
