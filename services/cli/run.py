@@ -46,6 +46,8 @@ log = structlog.get_logger()
 POLL_S = 0.5
 FINISH_TIMEOUT_S = 60.0
 KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
+SUMMARY = "summary.json"
+_NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
 _NAMES = 100  # tried for a run that has none
 
 
@@ -221,6 +223,7 @@ def _follow(
     keys_looked_at = time.monotonic()
     silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
     finished_at: float | None = None
+    pids = processes.pids()
     try:
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
@@ -234,13 +237,23 @@ def _follow(
                         client = OrchestratorClient(client.address)
                 gone = processes.watch()
                 if "orchestrator" in gone:
-                    break  # it leaves with 0 only when the run is over and everybody has been told
+                    if (run_dir / SUMMARY).exists():
+                        break  # the run is over and everybody has been told
+                    processes.bring_back(["orchestrator"])
                 if finished_at is None:
+                    goes_on = False
                     with suppress(InfrastructureError):  # told by the view
-                        finished_at = time.monotonic() if show_now(client, view, silence) else None
+                        goes_on = not show_now(client, view, silence)
+                        finished_at = None if goes_on else time.monotonic()
+                    if goes_on:  # and did so after they had left: it was not the end of the run that they left for
+                        processes.bring_back(name for name in gone if name.startswith(_NEEDED))
                 elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
+                if processes.pids() != pids:
+                    pids = processes.pids()
+                    with suppress(OSError):  # a full disk
+                        _write_pids(run_dir, processes)
                 time.sleep(POLL_S)
     finally:
         client.close()
@@ -262,7 +275,7 @@ def _write_pids(run_dir: Path, processes: Processes) -> None:
 
 
 def _summary(run_dir: Path, seconds: float) -> dict[str, Any]:
-    path = run_dir / "summary.json"
+    path = run_dir / SUMMARY
     if not path.exists():
         raise InfrastructureError(f"the orchestrator left no {path}; see {run_dir / 'logs'}")
     summary: dict[str, Any] = json.loads(path.read_text())
