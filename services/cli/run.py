@@ -159,6 +159,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     finally:
         stop.restore()
         processes.stop()
+        _sweep(run_dir)
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
@@ -268,6 +269,14 @@ def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
         if leaving <= processes.watch():
             return
         time.sleep(POLL_S)
+
+
+def _sweep(run_dir: Path) -> None:
+    """Weights of processes that were killed: a trainer that is started again would remove them, and none is."""
+    from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans  # numpy, only at the end
+
+    for removed in sweep_orphans([*DEFAULT_DIRECTORIES, run_dir / "snapshots"]):
+        log.info("snapshot.orphan_removed", path=str(removed))
 
 
 def _write_pids(run_dir: Path, processes: Processes) -> None:
