@@ -297,6 +297,8 @@ async def test_a_peer_that_ends_in_the_middle_of_a_handshake_refuses_nobody(
     async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal asked
         asked += 1
+        if not after_handshake:
+            await reader.readexactly(1)  # it has begun
         server.close()  # nobody listens any more
         at_once = struct.pack("ii", 1, 0)  # as the kernel does for a process that dies with unread bytes
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
