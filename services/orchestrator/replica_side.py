@@ -72,5 +72,5 @@ class ReplicaSide:
             peers=peers,
         )
         ring.timeline.emitted(replica_id, emission)
-        ring.dispatcher.sync_versions(replica)
+        ring.dispatcher.announcer.sync(replica)
         ring.dispatcher.schedule()

@@ -145,7 +145,7 @@ class Ring:
         if group.is_training and group.complete:
             self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
-            self.dispatcher.sync_versions(replica)  # it may move on to newer weights
+            self.dispatcher.announcer.sync(replica)  # it may move on to newer weights
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
@@ -203,9 +203,9 @@ class Ring:
     def announce(self, policy: str, is_new: bool) -> None:
         """Tell the replicas of a policy's newest version, or (not ``is_new``) that its sources have changed."""
         if is_new:
-            self.dispatcher.plan_fetches(policy)
+            self.dispatcher.announcer.plan_fetches(policy)
         for replica in self.pool:
-            self.dispatcher.sync_versions(replica, again=not is_new)
+            self.dispatcher.announcer.sync(replica, again=not is_new)
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
