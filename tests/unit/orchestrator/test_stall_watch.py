@@ -22,7 +22,7 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
     )
     replica = world.ring.pool.get(name)
     assert replica is not None
-    world.ring.report_replica(
+    world.replica_side.report(
         name,
         "1",
         held=replica.held,
@@ -132,7 +132,7 @@ async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Ca
 
 async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.ring.join_trainer("model0", "1", 2, 0, {})
+    world.trainer_side.join("model0", "1", 2, 0, {})
     before = world.ring.trainers.get("model0")
     assert before is not None
     lease = before.lease_until
