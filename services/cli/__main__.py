@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,10 +15,12 @@ from rich.console import Console
 from services.cli.data_commands import data_app
 from services.cli.keys import keys_app
 from services.common.errors import MillraceError
+from services.common.hosts import ORCHESTRATOR
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
@@ -35,12 +38,33 @@ SetOption = Annotated[
 ProfileOption = Annotated[
     str | None, typer.Option("--profile", help="Transform the recipe as a whole: `tiny` tries it on two CPU cores.")
 ]
-AddressOption = Annotated[str, typer.Option("--orchestrator", help="Address of the orchestrator.")]
-RunOption = Annotated[
+RunningArgument = Annotated[
     Path | None,
-    typer.Option("--run", help="Instead of the address: the run's directory, which also has its keys, if it has any."),
+    typer.Argument(
+        metavar="RUN",
+        help="The run's directory, which knows the address and has the keys, if the run has any. Left out: --orchestrator.",
+    ),
 ]
-DEFAULT_ADDRESS = "127.0.0.1:50050"
+RunOption = Annotated[Path | None, typer.Option("--run", hidden=True, help="The same as the argument RUN.")]
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--orchestrator", help="Instead of RUN: the orchestrator's HOST:PORT.", show_default=ORCHESTRATOR),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("millrace"))
+        raise typer.Exit
+
+
+@app.callback()
+def millrace(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -78,7 +102,11 @@ def run(
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
-    console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
+    console.print(
+        f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
@@ -224,59 +252,69 @@ def deploy(
 
 
 @app.command()
-def status(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
+def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Where a run stands now."""
     from services.cli.progress_view import render
     from services.cli.reach import reach
 
-    answer = reach(address, run).get_run()
+    answer = reach(run or named, address).get_run()
     console.print(render(answer.progress, title=answer.run_id))
     console.print(f"run directory: {answer.run_dir}", highlight=False, soft_wrap=True)
 
 
 @app.command()
-def watch(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
+def watch(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Follow a run until it ends; Ctrl-C stops watching, not the run."""
     from services.cli.follow import follow
     from services.cli.progress_view import ProgressView
     from services.cli.reach import reach
 
-    client = reach(address, run)
+    client = reach(run or named, address)
     with ProgressView(console, client.get_run().run_id) as view:
         follow(client, view)
 
 
 @app.command()
-def pause(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
+def pause(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Issue no further tasks and start no further training step, until `millrace resume`."""
     from services.cli.reach import reach
 
-    reach(address, run).pause()
+    reach(run or named, address).pause()
     console.print("paused; go on with `millrace resume`")
 
 
 @app.command()
-def resume(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
-    """Go on after `millrace pause`."""
+def resume(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """Go on after `millrace pause`. A run whose processes have ended goes on with `millrace run --resume RUN`."""
     from services.cli.reach import reach
 
-    reach(address, run).resume()
+    reach(run or named, address).resume()
     console.print("going on")
 
 
 @app.command()
-def stop(address: AddressOption = DEFAULT_ADDRESS, run: RunOption = None) -> None:
-    """End a run: trainers write a checkpoint and leave, replicas finish what they play."""
+def stop(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """End a run for good: trainers write a checkpoint and leave, replicas finish what they play.
+
+    To go on with it later, stop `millrace run` with Ctrl-C instead, then `millrace run --resume RUN`.
+    """
     from services.cli.reach import reach
 
-    reach(address, run).stop("millrace stop")
+    reach(run or named, address).stop("millrace stop")
     console.print("stopping")
 
 
 @app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are drawn on one picture.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the PNG.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the PNG; left out, run.png in the run's directory, or runs.png here for several.",
+        ),
+    ] = None,
 ) -> None:
     """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
     from services.cli.plot import plot_runs
@@ -301,7 +339,7 @@ def trajectories(
 
     rows = read_trajectories(run, last=last, group=group, min_reward=min_reward, max_reward=max_reward)
     if not rows:
-        console.print("no trajectory matches")
+        console.print("no trajectory matches: `millrace trace RUN --list` shows task groups", markup=False)
     show(run, rows, console)
 
 
