@@ -50,7 +50,11 @@ def run(
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
         resolved, run_dir = prepare(loaded)
-    console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
+    console.print(
+        f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)

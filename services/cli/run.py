@@ -96,18 +96,20 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
     """Make the starting checkpoints that are missing, one after the other."""
     metrics = run_dir / "metrics" / "warm_start.jsonl"
     for spec in warm_start_commands(recipe, run_dir):
+        policy = spec.name.removeprefix("warm-start-")
         with console.status(f"{spec.name}: making the starting checkpoint") as status:
 
-            def tick(name: str = spec.name, status: Status = status) -> None:
+            def tick(name: str = spec.name, policy: str = policy, status: Status = status) -> None:
                 stop.check()
-                if row := _last_row(metrics):
+                if row := _last_row(metrics, policy):
                     status.update(
                         f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
                     )
 
             processes.run_to_end(with_keys(spec, None), tick)
-        last = _last_row(metrics) or {}
-        console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
+        last = _last_row(metrics, policy)
+        told = f"{last['step']} updates, loss {last['loss']:.3f}" if last else "random weights, no updates"
+        console.print(f"{spec.name} done: {told}")
 
 
 def _start(
@@ -132,11 +134,16 @@ def _start(
 
     try:
         with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-            processes.wait_ready(recipe.ready_timeout_s, tick, later)
+            processes.wait_ready(recipe.ready_timeout_s, tick, later, ends_with="orchestrator")
     finally:
         client.close()
     ready = [spec for spec in specs if spec.name not in later]
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}", markup=False)
+    console.print(
+        f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _follow(
@@ -208,7 +215,8 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
             if len(result["roles"]) > 1:
                 flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
     for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
-        flat[key] = summary.get(key)
+        value = summary.get(key)
+        flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat
 
 
@@ -220,7 +228,7 @@ def _picture(run_dir: Path) -> Path | None:
     return plot_runs([run_dir], run_dir / "run.png")
 
 
-def _last_row(path: Path) -> dict[str, Any] | None:
+def _last_row(path: Path, policy: str) -> dict[str, Any] | None:
     if not path.exists():
         return None
     lines = path.read_text().splitlines()
@@ -229,5 +237,6 @@ def _last_row(path: Path) -> dict[str, Any] | None:
             row: dict[str, Any] = json.loads(line)
         except json.JSONDecodeError:
             continue  # being written at this moment
-        return row
+        if row.get("policy") == policy:
+            return row
     return None

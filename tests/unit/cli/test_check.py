@@ -128,5 +128,5 @@ def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
     check_recipe(loaded)  # the recipe is valid; this machine cannot run it
     with pytest.raises(ConfigError) as caught:
         check_launch(loaded)
-    for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "huggingface-cli download"):
+    for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "hf download"):
         assert wanted in caught.value.message

@@ -82,5 +82,5 @@ def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeyp
     monkeypatch.delenv("MILLRACE_KEYS", raising=False)
     _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
     with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
-        reach("", directory)
+        reach(directory, None)
     assert not (directory / "keys").exists()

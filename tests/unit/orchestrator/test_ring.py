@@ -546,7 +546,7 @@ async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when
 
     async def heard(silent_s: float) -> None:
         gateway = PeerState(component="envgateway", silent_s=silent_s)
-        ring.report_replica("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
+        world.replica_side.report("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
         world.clock.now += 2
         await watch.tick()
 
