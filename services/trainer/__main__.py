@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
@@ -14,7 +15,10 @@ def main() -> int:
     settings = parse()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not whoever started torchrun
-    die_with_parent_if_asked()
+        # It was killed and is started again, with ranks that need our ports and files: no step is finished for that.
+        die_with_parent_if_asked(signal.SIGKILL)
+    else:
+        die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault(
