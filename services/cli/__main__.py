@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 from importlib.metadata import version
 from typing import Annotated
 
+import structlog
 import typer
 from rich.console import Console
 
 from services.cli.data_commands import data_app
+from services.cli.errors import Interrupted, exit_code, tell
 from services.cli.keys import keys_app
 from services.cli.live_commands import live_app
 from services.cli.reading_commands import reading_app
 from services.cli.recipe_commands import recipe_app
 from services.common.errors import MillraceError
+from services.common.logs import quiet_grpc
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,12 +50,7 @@ def millrace(
 
 def main() -> None:
     """Entry point: errors of ours are told in words, with exit code 2 for the user's and 1 for the rest."""
-    # Read when grpc is imported; failed handshakes are told in our words.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    import structlog
-
-    from services.cli.errors import Interrupted, exit_code, tell
-
+    quiet_grpc()
     # What commands do in this process is told in their own words; `run` sets up logs of its own.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stderr = Console(stderr=True)

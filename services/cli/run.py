@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from services.cli.plan import (
 )
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
+from services.cli.rows import Row, read_rows
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
@@ -125,18 +127,15 @@ def _start(
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
-    client = OrchestratorClient(orchestrator_address(recipe))
-    stalls = StallsAtStart(client, StallsTold(console))
+    with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
+        stalls = StallsAtStart(client, StallsTold(console))
 
-    def tick() -> None:
-        stop.check()
-        stalls()
+        def tick() -> None:
+            stop.check()
+            stalls()
 
-    try:
         with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
             processes.wait_ready(recipe.ready_timeout_s, tick, later, ends_with="orchestrator")
-    finally:
-        client.close()
     ready = [spec for spec in specs if spec.name not in later]
     console.print(
         f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}",
@@ -149,21 +148,16 @@ def _start(
 def _follow(
     recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
 ) -> None:
-    client = OrchestratorClient(orchestrator_address(recipe))
-    keys_looked_at = time.monotonic()
-    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
     finished_at: float | None = None
-    try:
+    keys_looked_at = time.monotonic()
+    with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
+        silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
                 stop.check()
                 if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
                     keys_looked_at = time.monotonic()
-                    if keys is not None and renew_in_time(keys):  # processes here take new keys up by themselves
-                        write_bundles(recipe, run_dir, keys)
-                        operate(keys)
-                        client.close()
-                        client = OrchestratorClient(client.address)
+                    _keep_keys(recipe, run_dir, keys, client)
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     break  # it leaves with 0 only when the run is over and everybody has been told
@@ -174,9 +168,15 @@ def _follow(
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
                 time.sleep(POLL_S)
-    finally:
-        client.close()
     _wait_for_farewells(processes, recipe.launch.stop_grace_s)
+
+
+def _keep_keys(recipe: Recipe, run_dir: Path, keys: Path | None, client: OrchestratorClient) -> None:
+    """Renew the run's keys while they are good: other nodes get new bundles, processes here take them up by themselves."""
+    if keys is not None and renew_in_time(keys):
+        write_bundles(recipe, run_dir, keys)
+        operate(keys)
+        client.reconnect()
 
 
 def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
@@ -228,15 +228,6 @@ def _picture(run_dir: Path) -> Path | None:
     return plot_runs([run_dir], run_dir / "run.png")
 
 
-def _last_row(path: Path, policy: str) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    lines = path.read_text().splitlines()
-    for line in reversed(lines):
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # being written at this moment
-        if row.get("policy") == policy:
-            return row
-    return None
+def _last_row(path: Path, policy: str) -> Row | None:
+    rows = (row for row in read_rows(path) if row.get("policy") == policy) if path.exists() else ()
+    return next(iter(deque(rows, maxlen=1)), None)

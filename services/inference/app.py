@@ -14,11 +14,14 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
+from services.common.config.recipe import Recipe
+from services.common.config.services import InferenceConfig
 from services.common.errors import DeadlineError
 from services.common.hosts import host_of
 from services.common.logs import bind, configure
@@ -36,6 +39,7 @@ from services.common.watchdog import Watchdog
 from services.inference.config import replica_config
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GATEWAY, GatewayClient
+from services.inference.gauges import gauges
 from services.inference.loading import LoadedPolicy, load_policy
 from services.inference.pool_client import PoolClient, ReplicaIdentity
 from services.inference.prometheus import METRICS
@@ -45,11 +49,14 @@ from services.inference.trajectory_sender import TrajectorySender
 from services.inference.workflows.registry import build_workflows
 from services.inference.workflows.rewards import REWARD_THREADS
 
+if TYPE_CHECKING:
+    from services.inference.endpoint.server import EndpointServer
+
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # for the last acknowledgements, after the last rollout
-REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
 STOP_TIMEOUT_S = 5.0  # the same, when a signal ends the process
+REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
 # The engine's thread and the event loop share the interpreter; the default of 5 ms would stall one for the other.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -84,11 +91,7 @@ async def run_replica(
         run_id=settings.run_id,
         port_setting=f"inference.{name}.port",
     )
-    relays: dict[str, PayloadSource] = {}  # by policy; they appear as models are loaded
-    sections = [section.weights for section in settings.recipe.policies.values()]
-    strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
-    bulk_wanted = any("bulk" in section.transports for section in sections)
-    await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
+    relays = await _serve_weights(server, settings.recipe)
     await server.start()
     emissions = EmissionLog()
     account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
@@ -97,11 +100,7 @@ async def run_replica(
     watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
     watchdog.start()
     policies: dict[str, LoadedPolicy] = {}
-    endpoint = None
-    if config.endpoint.port is not None:
-        from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
-
-        endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
+    endpoint = _endpoint(config, name)
     try:
         await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=here)
         if endpoint is not None:
@@ -141,17 +140,16 @@ async def run_replica(
                 gateway_state=gateway_watch.state,
             )
             server.set_accounts(replica.accounts)
-            weights_address = server.address if relays and _is_reached_at(config.host, orchestrator) else ""
             identity = ReplicaIdentity(
                 replica_id=replica_id,
                 incarnation=incarnation,
                 num_slots=config.num_slots,
                 labels={"host": socket.gethostname(), "engine": config.engine},
-                weights_address=weights_address,
+                weights_address=server.address if relays and _is_reached_at(config.host, orchestrator) else "",
             )
             pool = PoolClient(connection, identity, replica)
             server.set_gauges(
-                lambda: _gauges(player, sender, policies),
+                lambda: gauges(player, sender, policies),
                 lambda: {"engine": config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
             )
             await _serve(replica, player, sender, pool, policies, server, gateway_watch)
@@ -163,6 +161,24 @@ async def run_replica(
         for loaded in policies.values():
             await loaded.served.engine.stop()
         await server.stop()
+
+
+async def _serve_weights(server: Server, recipe: Recipe) -> dict[str, PayloadSource]:
+    """Let others fetch from here; what there is to fetch, by policy, appears as models are loaded."""
+    relays: dict[str, PayloadSource] = {}
+    sections = [section.weights for section in recipe.policies.values()]
+    strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
+    bulk_wanted = any("bulk" in section.transports for section in sections)
+    await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
+    return relays
+
+
+def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
+    if config.endpoint.port is None:
+        return None
+    from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
+
+    return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
 
 
 def _is_reached_at(host: str, orchestrator: str) -> bool:
@@ -215,33 +231,3 @@ async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: 
     await player.wait_until_idle()
     await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)
     log.info("replica.drained")
-
-
-def _gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
-    counters = player.counters
-    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
-    return {
-        "slots": player.num_slots,
-        "free_slots": player.num_free_slots,
-        "running_rollouts": player.num_running,
-        "unacknowledged_records": sender.num_unacknowledged,
-        "trajectories": counters.trajectories,
-        "failures": counters.failures,
-        "retries": counters.retries,
-        "cancelled": counters.cancelled,
-        "record_streams": sender.num_streams,
-        **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
-        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
-        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
-        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
-        **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
-        **{
-            f"weights/{policy}/{k}": v
-            for policy, loaded in policies.items()
-            for k, v in loaded.weights.gauges().items()
-        },
-    }
-
-
-def _short(outcome: str) -> str:
-    return outcome.removeprefix("RECORD_OUTCOME_").lower()

@@ -214,9 +214,8 @@ class OrchestratorClient:
             try:
                 with translated_errors(self._peer):
                     await self._report()
-            except (
-                MillraceError
-            ) as error:  # a lost lease or orchestrator ends the stream of commands too, which joins again
+            except MillraceError as error:
+                # A lost lease or orchestrator ends the stream of commands too, which joins again.
                 log.debug("report.failed", error=error.message)
 
     async def _report(self) -> None:

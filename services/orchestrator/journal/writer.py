@@ -156,7 +156,7 @@ class Journal:
                     self._notify(self._announce, entries)
                 if not more:
                     return
-        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: a disk that fails in another way than being full: the process must stop
+        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
             log.error("journal.failed", error=repr(error))
             if self._on_failure is not None:

@@ -138,9 +138,8 @@ async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable
     lease = before.lease_until
     world.clock.now += 5.0
     world.ring.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
-    world.ring.trainers.report_rank(
-        "model0", 7, (AccountState(component="trainer/model0/rank7"),)
-    )  # not of this trainer
+    # Not of this trainer.
+    world.ring.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
     assert "trainer/model0/rank1" in facts(world.ring).accounts
