@@ -17,7 +17,7 @@ from rich.text import Text
 from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
-from services.cli.plan import plan, ports_in_use
+from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
