@@ -56,7 +56,8 @@ def check_can_go_on(run_dir: Path) -> None:
 
 def _nearest(run_dir: Path) -> str:
     beside = run_dir.parent if run_dir.parent.is_dir() else Path("runs")
-    names = sorted(path.parent.name for path in beside.glob(f"*/{RESOLVED}"))
+    found = sorted(beside.glob(f"*/{RESOLVED}"), key=lambda path: path.stat().st_mtime)
+    names = [path.parent.name for path in found]
     if not names:
         return ""
     close = difflib.get_close_matches(run_dir.name, names, n=1, cutoff=0.6)

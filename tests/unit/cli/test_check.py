@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import struct
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from services.cli.check import check_recipe
+from services.cli.check import check_recipe, describe
 from services.cli.launch_checks import check_launch
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
@@ -130,3 +132,12 @@ def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
         check_launch(loaded)
     for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "hf download"):
         assert wanted in caught.value.message
+
+
+def test_commands_are_shown_whole_and_name_no_port_that_is_not_known_yet(recipe: Path) -> None:
+    output = io.StringIO()
+    Console(file=output, width=80).print(describe(load_recipe(recipe, (), {})))
+    shown = output.getvalue()
+    assert "127.0.0.1:PORT" in shown
+    assert ":0" not in shown
+    assert "…" not in shown
