@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +127,17 @@ class Processes:
             else:
                 raise InfrastructureError(self._obituary(process.spec, code))
         return finished
+
+    def bring_back(self, names: Iterable[str]) -> None:
+        """Start again what has left with 0 although it is needed: somebody, or a guard of the machine's memory, told it to.
+
+        Raises ``InfrastructureError`` for one that was started again too often.
+        """
+        for name in names:
+            process = self._running[name]
+            if process.restarts >= self._max_restarts:
+                raise InfrastructureError(self._obituary(process.spec, 0))
+            self._start_again(process, "it left while the run goes on")
 
     def _start_again(self, process: Running, why: str) -> None:
         try:

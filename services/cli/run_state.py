@@ -9,6 +9,7 @@ from pathlib import Path
 from services.common.config.loading import RESOLVED
 from services.common.errors import ConfigError
 
+SUMMARY = "summary.json"  # written when the run is over
 READ_IT = "`millrace plot`, `millrace trajectories` and `millrace trace` read it"
 
 
@@ -26,7 +27,7 @@ def check_run_directory(run_dir: Path) -> None:
 def ended(run_dir: Path) -> str:
     """``finished`` or ``stopped`` of a run that is over, else nothing."""
     try:
-        return str(json.loads((run_dir / "summary.json").read_text())["state"])
+        return str(json.loads((run_dir / SUMMARY).read_text())["state"])
     except (FileNotFoundError, KeyError, json.JSONDecodeError):
         return ""
 

@@ -210,3 +210,16 @@ def test_what_keeps_a_process_from_getting_ready_is_told_at_once(processes: Proc
     processes.start(spec("lost", "import sys; print('nobody is there', file=sys.stderr); sys.exit(75)", "127.0.0.1:1"))
     with pytest.raises(InfrastructureError, match=r"lost exited with 75(.|\n)*nobody is there"):
         processes.wait_ready(timeout_s=20)
+
+
+def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_number_of_times(
+    processes: Processes,
+) -> None:
+    processes.start(spec("gateway", "pass"))
+    wait_until(lambda: "gateway" in processes.watch(), "its leaving")
+    first = processes.pids()["gateway"]
+    processes.bring_back(["gateway"])
+    assert processes.pids()["gateway"] != first
+    wait_until(lambda: "gateway" in processes.watch(), "its leaving again")
+    with pytest.raises(InfrastructureError, match="gateway exited with 0"):
+        processes.bring_back(["gateway"])
