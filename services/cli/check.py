@@ -7,7 +7,7 @@ it fits into the GPUs. What this machine must have besides, to run it, is ``laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -26,7 +26,23 @@ from services.common.importing import load_object
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    problems = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe)]
+    _refuse(recipe, [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *_named_problems(recipe)])
+
+
+def check_named(recipe: Recipe) -> None:
+    """Of ``check_recipe`` the data, the workflow with its settings, and the starting checkpoints' functions: what `millrace run`
+    would else find out when processes run, minutes later."""
+    _refuse(recipe, _named_problems(recipe))
+
+
+def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+
+
+def _named_problems(recipe: Recipe) -> list[str]:
+    problems = []
     checks: list[Callable[[], object]] = [
         lambda: _check_data("data.train", recipe.data.train),
         lambda: _check_evaluation_data(recipe),
@@ -38,8 +54,7 @@ def check_recipe(recipe: Recipe) -> None:
             check()
         except MillraceError as error:
             problems.append(error.message)
-    if problems:
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+    return problems
 
 
 def describe(recipe: Recipe) -> RenderableType:
@@ -58,7 +73,7 @@ def describe(recipe: Recipe) -> RenderableType:
             )
     policies = Table(box=None, header_style="dim")
     for column in ("policy", "model", "loss", "batch", "staleness", "ranks"):
-        policies.add_column(column)
+        policies.add_column(column, overflow="fold")
     for name, policy in recipe.policies.items():
         policies.add_row(
             name,
@@ -108,7 +123,7 @@ def _check_evaluation_data(recipe: Recipe) -> None:
         except MillraceError as error:
             problems.append(error.message)
     if problems:
-        raise ConfigError("\n  ".join(problems))
+        raise ConfigError("\n".join(problems))
 
 
 def _check_data(where: str, config: DatasetConfig) -> None:

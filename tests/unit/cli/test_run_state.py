@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import run_directory
+from services.cli.evaluate import evaluation_recipe
 from services.cli.plot import read_metrics
 from services.cli.reach import reach
 from services.cli.run_state import check_run_directory, why_silent
@@ -83,3 +84,10 @@ def test_a_run_that_is_over_is_not_started_again(run_dir: Path, state: str, why:
     end(run_dir, state)
     with pytest.raises(ConfigError, match=f"does not go on: .*{why}.*begin another run"):
         run_directory.reopen(run_dir)
+
+
+def test_a_misspelt_run_is_no_checkpoint_on_the_hub(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_dir.parent.parent)
+    recipe = load_recipe(REPOSITORY / "recipes/quickstart", [], {})
+    with pytest.raises(ConfigError, match=r"there is no directory .*quik; did you mean runs/quick\?"):
+        evaluation_recipe(recipe, ["runs/quik"])
