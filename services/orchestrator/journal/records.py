@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from services.common.types import (
+    Interval,
     MinibatchTotals,
     Purpose,
     Sampling,
@@ -222,9 +223,9 @@ def version_to_json(
     version: WeightVersion,
     checkpoint_step: int,
     metrics: Mapping[str, float],
-    compute: Iterable[tuple[float, float]] = (),
+    compute: Iterable[Interval] = (),
 ) -> Json:
-    """``compute`` are the stretches, in seconds since the epoch, in which the trainer computed the step."""
+    """``compute``: when the trainer computed the step."""
     return {
         "policy": version.policy,
         "number": version.number,
