@@ -30,7 +30,8 @@ from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
 from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS

@@ -30,11 +30,7 @@ from services.common.rpc.channel import DEADLINES, call_metadata, channel, trans
 from services.common.rpc.refusals import refusal_behind
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.security.roles import Peer
-from services.common.serde import (
-    interval_to_proto,
-    timestamp_to_proto,
-    weight_version_to_proto,
-)
+from services.common.serde import interval_to_proto, timestamp_to_proto, weight_version_to_proto
 from services.common.serde_accounts import account_to_proto, peer_to_proto
 from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.batch_stream import read_batch

@@ -13,15 +13,7 @@ from typing import Any
 
 import orjson
 
-from services.common.types import (
-    Interval,
-    MinibatchTotals,
-    Purpose,
-    Sampling,
-    Task,
-    TaskGroupOrder,
-    WeightVersion,
-)
+from services.common.types import Interval, MinibatchTotals, Purpose, Sampling, Task, TaskGroupOrder, WeightVersion
 from services.orchestrator.scores import DatasetScore, Estimate
 
 # Kinds of records; each is the name of its segment files.
