@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from services.common.accounts import AccountState, PeerState
-from services.common.types import WeightVersion
+from services.common.types import Interval, WeightVersion
 from services.orchestrator.commands import LeavePool
 from services.orchestrator.pool import Held, Hello, Replica
 from services.orchestrator.ring import Ring
-from services.orchestrator.timeline import Stretch
 
 log = structlog.get_logger()
 
@@ -53,7 +52,7 @@ class ReplicaSide:
         *,
         held: Mapping[str, Held],
         num_tokens: int,
-        emission: Iterable[Stretch],
+        emission: Iterable[Interval],
         gauges: Mapping[str, float],
         running: Iterable[str] | None = None,
         accounts: tuple[AccountState, ...] = (),

@@ -34,8 +34,9 @@ from services.orchestrator.giving_up import GivingUp
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import EvaluationResult, Verdict
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool

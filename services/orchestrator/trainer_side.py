@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from services.common.errors import InvalidRequestError
-from services.common.types import WeightVersion
+from services.common.types import Interval, WeightVersion
 from services.orchestrator.batches import Batch
 from services.orchestrator.commands import PauseTraining, StopTraining
 from services.orchestrator.journal import records
 from services.orchestrator.ring import Ring
-from services.orchestrator.timeline import Stretch
 from services.orchestrator.trainers import Trainer
 
 log = structlog.get_logger()
@@ -59,7 +58,7 @@ class TrainerSide:
         incarnation: str,
         *,
         metrics: Mapping[str, float],
-        compute: Iterable[Stretch],
+        compute: Iterable[Interval],
         checkpoint_step: int,
     ) -> int:
         """Record a version in the ledger and tell the replicas; returns the newest number.
@@ -74,8 +73,8 @@ class TrainerSide:
             trainer = ring.trainers.check(policy, incarnation)
             if trainer is not None:
                 trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
-            stretches = list(compute)
-            ring.timeline.computed(policy, stretches)
+            intervals = list(compute)
+            ring.timeline.computed(policy, intervals)
             is_new = ledger.check(version)
             if version.number > ring.num_steps:
                 raise InvalidRequestError(f"version {version.number} of {policy}: the run has {ring.num_steps} steps")
@@ -83,14 +82,14 @@ class TrainerSide:
                 await ring.journal.append(
                     records.VERSION,
                     f"{policy}/{version.number}",
-                    lambda: records.version_to_json(version, checkpoint_step, metrics, stretches),
+                    lambda: records.version_to_json(version, checkpoint_step, metrics, intervals),
                     apply=lambda: ring.apply_version(version, metrics),
                 )
                 ring.announce(policy, is_new)
             if is_new:
                 log.info("version.published", policy=policy, version=version.number, digest=version.digest)
                 if version.number > 0:
-                    self._write_step(version, metrics, sum(end - begin for begin, end in stretches))
+                    self._write_step(version, metrics, sum(end - begin for begin, end in intervals))
         return ledger.newest_number
 
     def _write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:

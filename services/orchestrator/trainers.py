@@ -128,10 +128,6 @@ class TrainerLeases:
         if trainer.mailbox is mailbox:
             trainer.mailbox = None
 
-    def leave(self, policy: str) -> None:
-        """The trainer has left for good."""
-        self._trainers[policy] = None
-
     def expire(self) -> list[Trainer]:
         now = self._clock()
         lost = [trainer for trainer in self if trainer.lease_until <= now]

@@ -15,7 +15,8 @@ from services.orchestrator.commands import PlayGroup
 from services.orchestrator.datasets import ListSource
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.pool import Held, Hello, Replica
 from services.orchestrator.recovery import recover
 from services.orchestrator.replica_side import ReplicaSide
