@@ -73,9 +73,15 @@ class Processes:
             raise InfrastructureError(self._obituary(spec, process.returncode))
 
     def wait_ready(
-        self, timeout_s: float, tick: Callable[[], None] = lambda: None, without: Collection[str] = ()
+        self,
+        timeout_s: float,
+        tick: Callable[[], None] = lambda: None,
+        without: Collection[str] = (),
+        ends_with: str = "",
     ) -> None:
         """Wait until every process but those named says SERVING, or has left with 0 as when the run is stopped meanwhile.
+
+        Once the process ``ends_with`` has left with 0, nobody is waited for: what is not up by then has nothing to do.
 
         Raises ``DeadlineError`` naming who did not.
         """
@@ -86,6 +92,8 @@ class Processes:
             for name in [n for n, p in pending.items() if n in left or is_serving(p.spec.address)]:
                 del pending[name]
                 log.info("process.left" if name in left else "process.ready", process=name)
+            if ends_with in left:
+                return
             if pending and time.monotonic() > deadline:
                 names = ", ".join(sorted(pending))
                 first = next(iter(pending.values()))

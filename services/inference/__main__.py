@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.logs import quiet_grpc
 from services.common.process import START_AGAIN, die_with_parent_if_asked
 
 
@@ -43,9 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # read when grpc is imported; failed handshakes are told in our words
+    quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.inference.app import run_replica

@@ -30,7 +30,8 @@ from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
 from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS
@@ -80,30 +81,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
     recover(ring, reader)
     reader.close()
-    counted_before = dict(ring.counters)
-    port = recipe.orchestrator.port if settings.port is None else settings.port
-    server = Server(
-        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
-    )
-    runs = RunServicer(ring)
-    pool = PoolServicer(ring, _gateway_address(recipe))
-    server.add(
-        pool_pb2_grpc.add_PoolServiceServicer_to_server,
-        pool,
-        "millrace.v1.PoolService",
-    )
-    server.add(
-        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
-    )
-    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
-    server.set_gauges(
-        lambda: gauges(ring, tasks_to_train, counted_before),
-        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
-    )
-    server.set_accounts(lambda: [ring.standing.account.state()])
-    server.on_stop(runs.closing.set)
-    server.on_stop(pool.closing.set)
-    server.on_stop(ring.close)
+    server = _server(ring, recipe, settings, tasks_to_train)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
@@ -128,6 +106,31 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             await server.stop()
             await journal.close()
             ring.metrics.close()
+
+
+def _server(ring: Ring, recipe: Recipe, settings: Settings, tasks_to_train: TaskSource) -> Server:
+    """The three services over the recovered ring, not started yet."""
+    counted_before = dict(ring.counters)
+    port = recipe.orchestrator.port if settings.port is None else settings.port
+    server = Server(
+        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
+    )
+    runs = RunServicer(ring)
+    pool = PoolServicer(ring, _gateway_address(recipe))
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
+    server.add(
+        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
+    )
+    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
+    server.set_gauges(
+        lambda: gauges(ring, tasks_to_train, counted_before),
+        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
+    )
+    server.set_accounts(lambda: [ring.standing.account.state()])
+    server.on_stop(runs.closing.set)
+    server.on_stop(pool.closing.set)
+    server.on_stop(ring.close)
+    return server
 
 
 def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None]) -> None:

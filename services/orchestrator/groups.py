@@ -62,10 +62,6 @@ class TaskGroup:
         """In slot order."""
         return [t for _, t in sorted(self.outcomes.items()) if isinstance(t, Trajectory)]
 
-    @property
-    def num_failures(self) -> int:
-        return sum(isinstance(outcome, RolloutFailure) for outcome in self.outcomes.values())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:

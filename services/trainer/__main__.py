@@ -7,6 +7,7 @@ import signal
 import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
+from services.common.logs import quiet_grpc
 from services.common.process import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.trainer.config import parse
 
@@ -21,9 +22,7 @@ def main() -> int:
         die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # read when grpc is imported; failed handshakes are told in our words
+    quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.trainer.app import run_trainer

@@ -16,20 +16,19 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
-import xxhash
 
 from services.common import disk
 from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
-from services.orchestrator.journal.index import Durability, Index, Row
-from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segment_path, segments_in
+from services.orchestrator.journal.index import INDEX_FILE, Durability, Index, Row, checksum_of
+from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segments_in
 
 log = structlog.get_logger()
 
@@ -88,7 +87,7 @@ class Journal:
 
     @property
     def _index_path(self) -> Path:
-        return self.directory / "index.sqlite"
+        return self.directory / INDEX_FILE
 
     def start(self) -> None:
         """Begin to write; callbacks go to the running event loop."""
@@ -156,7 +155,7 @@ class Journal:
                     self._notify(self._announce, entries)
                 if not more:
                     return
-        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: a disk that fails in another way than being full: the process must stop
+        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
             log.error("journal.failed", error=repr(error))
             if self._on_failure is not None:
@@ -215,7 +214,7 @@ class Journal:
             for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=self._next_number):
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
-                checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
+                checksum = checksum_of(line)
                 rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
                 writer.append(line)
             if self._durability == "power":
@@ -261,51 +260,6 @@ class Journal:
     def current_segments(self) -> dict[str, int]:
         """The segment of each kind that is being written; earlier ones never change again."""
         return {kind: writer.segment for kind, writer in self._writers.items()}
-
-
-class JournalReader:
-    """Reads durable records, beside the writer or without one. Used by one thread at a time."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._index = Index(directory / "index.sqlite", "process")
-
-    def rows(self) -> Iterator[Row]:
-        return self._index.rows()
-
-    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
-        """Every record of a kind in order; of one key where that is named."""
-        return self._index.rows_of(kind, key)
-
-    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
-        """The first record of each key that there is."""
-        return self._index.find(kind, keys)
-
-    def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Records by key; keys without an intact record are absent."""
-        found = {row.key: self.load(row) for row in self._index.find(kind, keys)}
-        return {key: record for key, record in found.items() if record is not None}
-
-    def load(self, row: Row) -> dict[str, Any] | None:
-        """One record, or None (logged) when its bytes are not what was written."""
-        try:
-            with segment_path(self._directory, row.kind, row.segment).open("rb", buffering=0) as file:
-                line = os.pread(file.fileno(), row.length, row.offset)
-        except FileNotFoundError:
-            line = b""
-        if len(line) != row.length or xxhash.xxh3_64_intdigest(line) - (1 << 63) != row.checksum:
-            log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
-            return None
-        record: dict[str, Any] = orjson.loads(line)
-        return record
-
-    def remove_segment(self, kind: str, segment: int) -> None:
-        """Delete a closed segment: rows first, so that a crash in between leaves only an unreferenced file."""
-        self._index.forget(kind, segment)
-        segment_path(self._directory, kind, segment).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._index.close()
 
 
 def _sync_directory(directory: Path) -> None:

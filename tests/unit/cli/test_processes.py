@@ -66,6 +66,14 @@ def test_ready_means_that_health_says_serving(processes: Processes, unused_tcp_p
     assert is_serving(address)
 
 
+def test_nobody_is_waited_for_once_the_process_that_ends_the_run_has_left(
+    processes: Processes, unused_tcp_port: int
+) -> None:
+    processes.start(spec("orchestrator", "", f"127.0.0.1:{unused_tcp_port}"))
+    processes.start(spec("trainer", "import time; time.sleep(60)", f"127.0.0.1:{unused_tcp_port}"))
+    processes.wait_ready(timeout_s=20, ends_with="orchestrator")
+
+
 def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
     processes: Processes, unused_tcp_port: int
 ) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import run
+from services.cli import run, run_directory
 from services.cli.reach import reach
-from services.cli.run import prepare
+from services.cli.run_directory import prepare
 from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -54,7 +54,7 @@ def test_a_disk_that_was_full_is_not_in_the_way_of_the_next_try(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "save_resolved", full)
+        patched.setattr(run_directory, "save_resolved", full)
         with pytest.raises(ConfigError, match=r"mine cannot be written \(No space left on device\)"):
             prepare(recipe)
     assert load_resolved(prepare(recipe)[1]).run.id == "mine"
@@ -72,10 +72,10 @@ def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
 ) -> None:
     _, directory = prepare(quickstart(tmp_path))
     monkeypatch.setattr(
-        run, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
+        run_directory, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
     )
     with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
-        run.reopen(directory)
+        run_directory.reopen(directory)
     assert "..." not in caught.value.message
 
 
@@ -83,7 +83,7 @@ def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeyp
     monkeypatch.delenv("MILLRACE_KEYS", raising=False)
     _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
     with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
-        reach("", directory)
+        reach(directory, None)
     assert not (directory / "keys").exists()
 
 
