@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
+from typing import Annotated
 
 import structlog
 import typer
@@ -20,6 +22,7 @@ from services.common.logs import quiet_grpc
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
@@ -28,6 +31,21 @@ for commands in (recipe_app, live_app, reading_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
 app.add_typer(data_app, name="data")
 app.add_typer(keys_app, name="keys")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("millrace"))
+        raise typer.Exit
+
+
+@app.callback()
+def millrace(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ it fits into the GPUs. What this machine must have besides, to run it, is ``laun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from rich.text import Text
 from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
-from services.cli.plan import plan, ports_in_use
+from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -26,7 +26,23 @@ from services.common.importing import load_object
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    problems = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe)]
+    _refuse(recipe, [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *_named_problems(recipe)])
+
+
+def check_named(recipe: Recipe) -> None:
+    """Of ``check_recipe`` the data, the workflow with its settings, and the starting checkpoints' functions: what `millrace run`
+    would else find out when processes run, minutes later."""
+    _refuse(recipe, _named_problems(recipe))
+
+
+def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+
+
+def _named_problems(recipe: Recipe) -> list[str]:
+    problems = []
     checks: list[Callable[[], object]] = [
         lambda: _check_data("data.train", recipe.data.train),
         lambda: _check_evaluation_data(recipe),
@@ -38,23 +54,26 @@ def check_recipe(recipe: Recipe) -> None:
             check()
         except MillraceError as error:
             problems.append(error.message)
-    if problems:
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
+    return problems
 
 
 def describe(recipe: Recipe) -> RenderableType:
     """What would be started, and on what."""
     processes = Table(box=None, header_style="dim")
     for column in ("process", "node", "address", "GPUs", "command"):
-        processes.add_column(column)
+        processes.add_column(column, overflow="fold", no_wrap=column != "command")
+    dialled = orchestrator_address(recipe)
+    known = f"{dialled.removesuffix(':0')}:PORT" if dialled.endswith(":0") else dialled
     for node in recipe.nodes():
         for spec in plan(recipe, Path(recipe.run.dir) / (recipe.run.id or "RUN"), node):
             address = spec.address if not spec.address.endswith(":0") else "a free port"
             gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "")
-            processes.add_row(spec.name, str(node), address, gpus, " ".join(["python", *spec.argv[1:]]))
+            processes.add_row(
+                spec.name, str(node), address, gpus, " ".join(["python", *spec.argv[1:]]).replace(dialled, known)
+            )
     policies = Table(box=None, header_style="dim")
     for column in ("policy", "model", "loss", "batch", "staleness", "ranks"):
-        policies.add_column(column)
+        policies.add_column(column, overflow="fold")
     for name, policy in recipe.policies.items():
         policies.add_row(
             name,
@@ -77,19 +96,22 @@ def describe(recipe: Recipe) -> RenderableType:
 
 
 def _memory(recipe: Recipe) -> list[RenderableType]:
-    """Estimated GiB on each GPU, by process and part."""
+    """Estimated GiB on each GPU: a line for each part, a column for each process."""
     found = list(estimates(recipe))
     if not found:
         return []
     names = list(dict.fromkeys(name for estimate in found for name in estimate.parts))
-    table = Table(box=None, header_style="dim", caption="estimated GiB on each GPU", caption_justify="left")
-    for column in ("process", "node", "GPUs", *names, "in all", "of"):
-        table.add_column(column, justify="left" if column in ("process", "GPUs") else "right")
+    table = Table(box=None, header_style="dim")
+    table.add_column("GiB on each GPU, estimated", style="dim", min_width=len("activations"), max_width=16)
     for estimate in found:
-        sizes = [f"{estimate.parts[name] / GIB:.1f}" if name in estimate.parts else "" for name in names]
-        gpus = ",".join(map(str, estimate.gpus))
-        totals = (f"{estimate.total / GIB:.1f}", f"{recipe.launch.gpu_memory_gib:g}")
-        table.add_row(estimate.process, str(estimate.node), gpus, *sizes, *totals)
+        place = f"node {estimate.node}, GPU {','.join(map(str, estimate.gpus))}"
+        table.add_column(f"{estimate.process.replace(': ', ' ')} {place}", justify="right", max_width=18)
+    for name in names:
+        table.add_row(
+            name, *(f"{estimate.parts[name] / GIB:.1f}" if name in estimate.parts else "" for estimate in found)
+        )
+    of = f"{recipe.launch.gpu_memory_gib:g}"
+    table.add_row("in all", *(f"{estimate.total / GIB:.1f} of {of}" for estimate in found), style="bold")
     return [table]
 
 
@@ -101,7 +123,7 @@ def _check_evaluation_data(recipe: Recipe) -> None:
         except MillraceError as error:
             problems.append(error.message)
     if problems:
-        raise ConfigError("\n  ".join(problems))
+        raise ConfigError("\n".join(problems))
 
 
 def _check_data(where: str, config: DatasetConfig) -> None:

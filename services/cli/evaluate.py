@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from services.common.config.loading import validate
+from services.cli.run_state import check_run_directory
+from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -67,6 +68,8 @@ def _checked(path: str) -> str:
         if not (Path(path) / "config.json").is_file():
             raise ConfigError(f"{path} holds no config.json: a checkpoint is a Hugging Face model directory")
         return str(Path(path).resolve())
+    if any(Path(path).parent.glob(f"*/{RESOLVED}")):  # a folder of runs, and no owner on the hub
+        check_run_directory(Path(path))
     if path.startswith(("/", ".", "~")):
         raise ConfigError(
             f"{path} does not exist: write a model directory, a run directory with export/, or a hub name"

@@ -97,7 +97,7 @@ def make(
     else:
         asked = demanded if client_certificates is None else client_certificates
         ring = Keyring.make(folder, run, hosts=host or (), days=days, client_certificates=asked)
-    _print(ring.entries())
+    _print(ring.entries(), folder)
     console.print(
         f"copy to a node what runs there, and start it with MILLRACE_KEYS={folder} (millrace keys --help)",
         highlight=False,
@@ -111,9 +111,9 @@ def show(folder: FolderArgument) -> None:
     from services.cli.keyring import ABOUT, Keyring
 
     if (folder / ABOUT).exists():
-        _print(Keyring(folder).entries())
+        _print(Keyring(folder).entries(), folder)
     else:
-        _print(Keyring.entries_below(folder))
+        _print(Keyring.entries_below(folder), folder)
 
 
 @keys_app.command()
@@ -141,9 +141,9 @@ def _about(what: Path, run_id: str | None) -> tuple[str, bool, Path]:
     return run, recipe.security.client_certificates, Path(f"keys-{run}")
 
 
-def _print(entries: list[Entry]) -> None:
+def _print(entries: list[Entry], folder: Path) -> None:
     if not entries:
-        raise ConfigError("there are no keys in it")
+        raise ConfigError(f"there are no keys of a run in {folder}: make them with `millrace keys RECIPE -o {folder}`")
     now = time.time()
     for run in sorted({entry.run for entry in entries}):
         table = Table("role", "until", "directory", box=None, title=f"keys of run {run}", title_justify="left")

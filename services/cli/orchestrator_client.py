@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -20,10 +20,14 @@ CALL_DEADLINE_S = 5.0
 
 
 class OrchestratorClient:
-    """Raises ``InfrastructureError`` naming the address when nobody answers, ``AccessError`` when keys are the reason."""
+    """Raises ``InfrastructureError`` naming the address when nobody answers, ``AccessError`` when keys are the reason.
 
-    def __init__(self, address: str) -> None:
+    ``why_silent`` says what may be the matter when nobody listens there, and what to do.
+    """
+
+    def __init__(self, address: str, why_silent: Callable[[], str] = lambda: "is the run still going?") -> None:
         self.address = address
+        self._why_silent = why_silent
         self._connect()
 
     def _connect(self) -> None:
@@ -59,26 +63,26 @@ class OrchestratorClient:
         try:
             yield
         except grpc.RpcError as error:
-            raise _translate(error, self.address) from None
+            raise self._translate(error) from None
 
-
-def _translate(error: grpc.RpcError, address: str) -> MillraceError:
-    told = from_call(error, address)
-    if isinstance(told, AccessError):
-        return told
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
-    is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
-        return refused
-    if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
-        return InfrastructureError(
-            f"nobody here knows the host of {address}: write a name or address that this machine knows"
-        )
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return InfrastructureError(f"nobody answers at {address}: is the run still going? (`millrace status --help`)")
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
-    if code is grpc.StatusCode.NOT_FOUND:
-        return NotFoundError(detail)
-    return InfrastructureError(f"{address}: {detail}")
+    def _translate(self, error: grpc.RpcError) -> MillraceError:
+        address = self.address
+        told = from_call(error, address)
+        if isinstance(told, AccessError):
+            return told
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+        is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+            return refused
+        if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
+            return InfrastructureError(
+                f"nobody here knows the host of {address}: write a name or address that this machine knows"
+            )
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return InfrastructureError(f"nobody answers at {address}: {self._why_silent()}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
+        if code is grpc.StatusCode.NOT_FOUND:
+            return NotFoundError(detail)
+        return InfrastructureError(f"{address}: {detail}")

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
 from services.common.pb import run_pb2
 
@@ -88,13 +89,16 @@ def _replicas(progress: run_pb2.RunProgress) -> Table:
     return table
 
 
-def evaluations_table(progress: run_pb2.RunProgress) -> Table:
+def evaluations_table(progress: run_pb2.RunProgress) -> FittingTable:
     """Evaluations finished so far."""
-    table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("evaluation", "versions", "dataset", "reward", "95%", "pass@k", "trajectories", "failed"):
-        table.add_column(
-            column, justify="left" if column in ("evaluation", "versions", "dataset", "pass@k") else "right"
-        )
+    table = FittingTable(
+        [
+            *(Column("evaluation"), Column("versions", spare=2), Column("dataset"), Column("reward", "right")),
+            *(Column("95%", "right"), Column("pass@k", spare=1)),
+            *(Column("trajectories", "right", 3), Column("failed", "right")),
+        ],
+        box=None,
+    )
     for result in progress.evaluations:
         name, versions = result.name, _versions(result)
         if len(result.datasets) > 1:

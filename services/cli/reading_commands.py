@@ -21,7 +21,14 @@ RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs
 @reading_app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are drawn on one picture.")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the PNG.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the PNG; left out, run.png in the run's directory, or runs.png here for several.",
+        ),
+    ] = None,
 ) -> None:
     """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
     from services.cli.plot import plot_runs
@@ -46,7 +53,7 @@ def trajectories(
 
     rows = read_trajectories(run, last=last, group=group, min_reward=min_reward, max_reward=max_reward)
     if not rows:
-        console.print("no trajectory matches")
+        console.print("no trajectory matches: `millrace trace RUN --list` shows task groups", markup=False)
     show(run, rows, console)
 
 

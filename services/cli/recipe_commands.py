@@ -30,6 +30,7 @@ def run(
 
     Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
     """
+    from services.cli.check import check_named
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import headline
@@ -49,8 +50,13 @@ def run(
     else:
         loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
         check_launch(loaded)
+        check_named(loaded)
         resolved, run_dir = prepare(loaded)
-    console.print(f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}", highlight=False)
+    console.print(
+        f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}",
+        highlight=False,
+        soft_wrap=True,
+    )
     outcome = run_recipe(resolved, run_dir, console)
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)

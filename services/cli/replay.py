@@ -21,7 +21,7 @@ def replay_step(run_dir: Path, policy: str | None, training_step: int) -> dict[s
     """Train steps from the checkpoint before ``training_step`` up to it, on their recorded batches.
 
     Raises:
-        ConfigError: the run has several policies and none was named, or the step was never published.
+        ConfigError: the run has several policies and none was named, or not the one named, or the step was never published.
         CorruptDataError: a batch that is not in the journal any more (older than the last checkpoint).
     """
     run_dir = run_dir.resolve()
@@ -30,6 +30,8 @@ def replay_step(run_dir: Path, policy: str | None, training_step: int) -> dict[s
         if len(recipe.policies) > 1:
             raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(recipe.policies)}")
         policy = next(iter(recipe.policies))
+    elif policy not in recipe.policies:
+        raise ConfigError(f"this run has no policy {policy!r}; write one of {', '.join(recipe.policies)}")
     name = policy
     reader = JournalReader(run_dir / "journal")
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from services.cli.run_state import check_run_directory
 from services.common.errors import ConfigError
 
 Row = dict[str, Any]
@@ -34,5 +35,6 @@ def read_metrics(run_dir: Path) -> list[Row]:
     """Rows of a run's metrics; raises ``ConfigError`` when the directory has none."""
     path = run_dir / "metrics" / "orchestrator.jsonl"
     if not path.exists():
-        raise ConfigError(f"{run_dir} has no metrics yet ({path.name} is missing): is it a run directory?")
+        check_run_directory(run_dir)
+        raise ConfigError(f"{run_dir} has no metrics yet: its orchestrator has not begun")
     return list(read_rows(path))

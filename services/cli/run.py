@@ -31,6 +31,7 @@ from services.cli.plan import (
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
 from services.cli.rows import Row, read_rows
+from services.cli.run_state import SUMMARY, ended
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
@@ -43,6 +44,7 @@ log = structlog.get_logger()
 POLL_S = 0.5
 FINISH_TIMEOUT_S = 60.0
 KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
+_NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     finally:
         stop.restore()
         processes.stop()
+        _sweep(run_dir)
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
@@ -98,18 +101,20 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
     """Make the starting checkpoints that are missing, one after the other."""
     metrics = run_dir / "metrics" / "warm_start.jsonl"
     for spec in warm_start_commands(recipe, run_dir):
+        policy = spec.name.removeprefix("warm-start-")
         with console.status(f"{spec.name}: making the starting checkpoint") as status:
 
-            def tick(name: str = spec.name, status: Status = status) -> None:
+            def tick(name: str = spec.name, policy: str = policy, status: Status = status) -> None:
                 stop.check()
-                if row := _last_row(metrics):
+                if row := _last_row(metrics, policy):
                     status.update(
                         f"{name}: update {row.get('step')}/{row.get('steps')}, loss {row.get('loss', math.nan):.3f}"
                     )
 
             processes.run_to_end(with_keys(spec, None), tick)
-        last = _last_row(metrics) or {}
-        console.print(f"{spec.name} done: {last.get('step', 0)} updates, loss {last.get('loss', math.nan):.3f}")
+        last = _last_row(metrics, policy)
+        told = f"{last['step']} updates, loss {last['loss']:.3f}" if last else "random weights, no updates"
+        console.print(f"{spec.name} done: {told}")
 
 
 def _start(
@@ -133,9 +138,14 @@ def _start(
             stalls()
 
         with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
-            processes.wait_ready(recipe.ready_timeout_s, tick, later)
+            processes.wait_ready(recipe.ready_timeout_s, tick, later, ends_with="orchestrator")
     ready = [spec for spec in specs if spec.name not in later]
-    console.print(f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}", markup=False)
+    console.print(
+        f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _follow(
@@ -143,8 +153,9 @@ def _follow(
 ) -> None:
     finished_at: float | None = None
     keys_looked_at = time.monotonic()
+    pids = processes.pids()
     with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
-        silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
+        silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
                 stop.check()
@@ -153,13 +164,23 @@ def _follow(
                     _keep_keys(recipe, run_dir, keys, client)
                 gone = processes.watch()
                 if "orchestrator" in gone:
-                    break  # it leaves with 0 only when the run is over and everybody has been told
+                    if ended(run_dir):
+                        break  # the run is over and everybody has been told
+                    processes.bring_back(["orchestrator"])
                 if finished_at is None:
+                    goes_on = False
                     with suppress(InfrastructureError):  # told by the view
-                        finished_at = time.monotonic() if show_now(client, view, silence) else None
+                        goes_on = not show_now(client, view, silence)
+                        finished_at = None if goes_on else time.monotonic()
+                    if goes_on:  # and did so after they had left: it was not the end of the run that they left for
+                        processes.bring_back(name for name in gone if name.startswith(_NEEDED))
                 elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
+                if processes.pids() != pids:
+                    pids = processes.pids()
+                    with suppress(OSError):  # a full disk
+                        _write_pids(run_dir, processes)
                 time.sleep(POLL_S)
     _wait_for_farewells(processes, recipe.launch.stop_grace_s)
 
@@ -182,12 +203,20 @@ def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def _sweep(run_dir: Path) -> None:
+    """Weights of processes that were killed: a trainer that is started again would remove them, and none is."""
+    from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans  # numpy, only at the end
+
+    for removed in sweep_orphans([*DEFAULT_DIRECTORIES, run_dir / "snapshots"]):
+        log.info("snapshot.orphan_removed", path=str(removed))
+
+
 def _write_pids(run_dir: Path, processes: Processes) -> None:
     (run_dir / "pids.json").write_text(json.dumps(processes.pids(), indent=1))
 
 
 def _summary(run_dir: Path, seconds: float) -> dict[str, Any]:
-    path = run_dir / "summary.json"
+    path = run_dir / SUMMARY
     if not path.exists():
         raise InfrastructureError(f"the orchestrator left no {path}; see {run_dir / 'logs'}")
     summary: dict[str, Any] = json.loads(path.read_text())
@@ -208,7 +237,8 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
             if len(result["roles"]) > 1:
                 flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
     for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
-        flat[key] = summary.get(key)
+        value = summary.get(key)
+        flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat
 
 
@@ -220,5 +250,6 @@ def _picture(run_dir: Path) -> Path | None:
     return plot_runs([run_dir], run_dir / "run.png")
 
 
-def _last_row(path: Path) -> Row | None:
-    return next(iter(deque(read_rows(path), maxlen=1)), None) if path.exists() else None
+def _last_row(path: Path, policy: str) -> Row | None:
+    rows = (row for row in read_rows(path) if row.get("policy") == policy) if path.exists() else ()
+    return next(iter(deque(rows, maxlen=1)), None)

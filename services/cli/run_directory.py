@@ -8,6 +8,7 @@ from pathlib import Path
 from services.cli.launch_keys import operate
 from services.cli.nodes import with_addresses
 from services.cli.plan import ports_in_use, with_free_ports
+from services.cli.run_state import check_can_go_on
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -76,13 +77,12 @@ def _claim(recipe: Recipe) -> Path | None:
 
 
 def reopen(run_dir: Path) -> tuple[Recipe, Path]:
-    """The resolved recipe of a run that is to go on."""
+    """The resolved recipe of a run that is to go on. Raises ``ConfigError`` for one that is over, or whose ports are held."""
     recipe = load_resolved(run_dir)
+    check_can_go_on(run_dir)
     if taken := ports_in_use(recipe):
         held = [line.partition(";")[0] for line in taken]  # it keeps its ports, so other ones are no advice
         raise ConfigError(
-            "\n".join(
-                [*held, f"is the run still going? (millrace watch --run {run_dir}) Else stop what holds its ports"]
-            )
+            "\n".join([*held, f"is the run still going? (millrace watch {run_dir}) Else stop what holds its ports"])
         )
     return recipe, run_dir.resolve()

@@ -15,9 +15,10 @@ LEAST_SHARE = 0.005  # of what is shown
 
 def time_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
     """``shares``: component -> "activity" or "activity -> component waited for" -> share of its time, largest first."""
-    table = Table(
-        *("component", "where the time went", *[""] * (LARGEST - 1)), box=None, pad_edge=True, header_style="dim"
-    )
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    table.add_column("component", no_wrap=True)
+    for heading in ("where the time went", *[""] * (LARGEST - 1)):
+        table.add_column(heading)
     for component, of_one in shares.items():
         cells = [f"{share:.0%} {what}" for what, share in list(of_one.items())[:LARGEST] if share >= LEAST_SHARE]
         # As texts: names are peers', and no markup.

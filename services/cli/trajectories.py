@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from services.cli.rows import Row, read_rows
+from services.cli.run_state import check_run_directory
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
 
@@ -54,7 +55,8 @@ def show(run_dir: Path, rows: list[Row], console: Console) -> None:
 def _rows(run_dir: Path) -> Iterator[Row]:
     segments = sorted((run_dir / "journal").rglob("*.jsonl"))
     if not segments:
-        raise ConfigError(f"{run_dir} has no trajectories yet: no segments in {run_dir / 'journal'}")
+        check_run_directory(run_dir)
+        raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
     for segment in segments:
         yield from read_rows(segment)
 

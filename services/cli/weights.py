@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 
 from rich.console import Console
-from rich.table import Table
 
 from services.cli.rows import Row, read_metrics
+from services.cli.tables import Column, FittingTable
 from services.cli.units import format_bytes, format_seconds
 from services.common.errors import ConfigError
 
@@ -116,10 +116,8 @@ def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
     return output
 
 
-def _summary(rows: Sequence[Row]) -> Table:
-    table = Table(title="weights by replica (medians)", title_justify="left")
-    for column in ("policy", "replica"):
-        table.add_column(column, overflow="fold")
+def _summary(rows: Sequence[Row]) -> FittingTable:
+    spare = {"write": 6, "verify": 5, "fetch": 4, "bits/change": 3, "saved": 2, "policy": 1}
     numbers = (
         "full",
         "delta",
@@ -133,8 +131,13 @@ def _summary(rows: Sequence[Row]) -> Table:
         "pause",
         "serving",
     )
-    for column in numbers:
-        table.add_column(column, justify="right")
+    table = FittingTable(
+        [
+            *(Column(name, spare=spare.get(name, 0)) for name in ("policy", "replica")),
+            *(Column(name, "right", spare.get(name, 0)) for name in numbers),
+        ],
+        title="weights by replica (medians)",
+    )
     for row in summarise(rows):
         table.add_row(
             row["policy"],
@@ -150,17 +153,22 @@ def _summary(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _newest(rows: Sequence[Row], last: int) -> Table:
-    table = Table(title=f"last {min(last, len(rows))} of {len(rows)} transfers", title_justify="left")
-    for column in ("policy", "version", "replica", "how", "from"):
-        table.add_column(column, overflow="fold")
-    for column in ("bytes", "changed", "bits/change", "encode", "fetch", "verify", "write", "pause"):
-        table.add_column(column, justify="right")
+def _newest(rows: Sequence[Row], last: int) -> FittingTable:
+    spare = {"from": 9, "write": 8, "verify": 7, "encode": 6, "changed": 5, "bits/change": 4, "policy": 3, "how": 2}
+    texts = ("policy", "version", "replica", "how", "from")
+    numbers = ("bytes", "changed", "bits/change", "encode", "fetch", "verify", "write", "pause")
+    table = FittingTable(
+        [
+            *(Column(name, spare=spare.get(name, 0)) for name in texts),
+            *(Column(name, "right", spare.get(name, 0)) for name in numbers),
+        ],
+        title=f"last {min(last, len(rows))} of {len(rows)} transfers",
+    )
     for row in rows[-last:]:
         base = "" if row["base_version"] is None else f"{row['base_version']} → "
         head = (row["policy"], f"{base}{row['version']}", row["replica"])
         if row["error"]:
-            table.add_row(*head, "[red]failed[/red]")
+            table.add_row(*head, "[red]failed[/red]", *[""] * (1 + len(numbers)))
             continue
         how = " ".join(part for part in (row["encoding"], row["profile"], row["transport"]) if part)
         table.add_row(

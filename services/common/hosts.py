@@ -7,6 +7,8 @@ import socket
 
 from services.common.errors import ConfigError
 
+ORCHESTRATOR = "127.0.0.1:50050"  # where commands look for one when nobody says where
+
 
 def address(host: str, port: int) -> str:
     """Host and port as services dial them.

@@ -8,9 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.errors import MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.logs import quiet_grpc
-from services.common.process import die_with_parent_if_asked
+from services.common.process import START_AGAIN, die_with_parent_if_asked
 
 
 def main() -> None:
@@ -62,6 +62,12 @@ def main() -> None:
                 run_dir=arguments.run_dir,
             )
         )
+    except (
+        InfrastructureError,
+        DeadlineError,
+    ) as error:  # a new process may find its engine, or the orchestrator, well
+        sys.stderr.write(f"error: {error.message}\n")
+        sys.exit(START_AGAIN)
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 

@@ -1,6 +1,6 @@
 """Wiring: run directory -> journal -> recovered ring -> server -> the run's life -> exit.
 
-lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
+room on the disk, lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from services.orchestrator.prometheus import METRICS
 from services.orchestrator.prompt_length import with_short_prompts
 from services.orchestrator.recovery import recover
 from services.orchestrator.ring import Ring
+from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
 from services.orchestrator.servicer_run import RunServicer
 from services.orchestrator.servicer_training import TrainingServicer
@@ -53,6 +54,7 @@ async def main(settings: Settings) -> None:
     """Serve one run until it has ended, or SIGTERM; raises UserError for what cannot be used."""
     recipe = load_resolved(settings.run_dir)
     check_keys_are_there(recipe.needs_keys, identity.current())
+    await wait_for_room(settings.run_dir)
     with RunLock(settings.lock_file):
         logs.configure("orchestrator", settings.run_dir)
         logs.bind(run=recipe.run.id)

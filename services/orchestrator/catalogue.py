@@ -77,7 +77,7 @@ KNOWN: dict[str, KnownDataset] = {
     "webshop-valid": KnownDataset(indices=range(199)),
     "livecodebench-v5": KnownDataset(
         local="AReaL-boba-2-RL-Code/code_benchmark/lcb_v5/test.jsonl", normalise=code_row,
-        fetch="huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset "
+        fetch="hf download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset "
         "--local-dir <data root>/AReaL-boba-2-RL-Code",
     ),
 }  # fmt: skip

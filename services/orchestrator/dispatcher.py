@@ -275,6 +275,7 @@ class Dispatcher:
                 self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
             elif name in self._orphans:
                 del self._orphans[name]
+                group.num_lost = max(0, group.num_lost - 1)  # nobody was lost: only the link to it was, for a while
                 self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
                 replica.assignments[name].issued = True
 

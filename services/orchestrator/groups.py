@@ -27,7 +27,7 @@ class TaskGroup:
     position: int = -1  # in the curriculum, or in the evaluation data
     evaluation: str = ""  # the evaluation pass that it belongs to
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    num_lost: int = 0  # leases that ended while it was being played
+    num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
 
     @property
     def id(self) -> str:

@@ -36,7 +36,7 @@ def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else
     run = start_run("secure", "run.steps=1000", "security.tls=on", "evaluation.at_start=false")
     run.wait_for(run.steps, "the first training step")
     address = ("--orchestrator", run.address_of("orchestrator"))
-    assert millrace("status", "--run", run.directory)[0] == 0
+    assert millrace("status", run.directory)[0] == 0
     assert millrace("status", *address, keys=run.directory / "keys" / "viewer")[0] == 0
     refused = {
         "stop": millrace("stop", *address, keys=run.directory / "keys" / "viewer"),
@@ -50,7 +50,7 @@ def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else
     run.kill("inference-a")  # it comes back with its keys
     step = run.steps()
     run.wait_for(lambda: run.steps() > step + 3, "steps after the replica was killed")
-    assert millrace("stop", "--run", run.directory)[0] == 0
+    assert millrace("stop", run.directory)[0] == 0
     run.finish()
     assert_no_secret_is_outside(run.directory)
 

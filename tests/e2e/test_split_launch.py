@@ -40,7 +40,8 @@ class Scripts:
         self.run_dir = directory / "split"
         self._directory = directory
         self._environment = {**os.environ, **ports, "PYTHON": sys.executable, "RUN_DIR": str(self.run_dir)}
-        self._environment |= {"OMP_NUM_THREADS": "1", "TASK_SERVER_PORT": "0"}
+        self._environment |= {"OMP_NUM_THREADS": "1"}
+        self._environment.pop("TASK_SERVER_PORT", None)
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, script: str) -> None:
@@ -87,6 +88,8 @@ def test_a_run_is_started_by_its_scripts_and_goes_on_when_one_is_started_again(s
     scripts.start("2_orchestrator.sh")
     for script in ("2_orchestrator.sh", "3_trainer_model0.sh", "1_inference_a.sh"):
         assert scripts.running[script].wait(RUN_TIMEOUT_S) == 0, scripts.output(script)
+    assert scripts.running["0_environment.sh"].poll() is None, scripts.output("0_environment.sh")
+    assert "server.ready" in scripts.output("0_environment.sh")
     summary = json.loads((scripts.run_dir / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
     assert "going on with the run in" in scripts.output("2_orchestrator.sh")

@@ -25,7 +25,10 @@ def list_groups(
     if as_json:
         typer.echo(json.dumps({"task_groups": [asdict(line) for line in lines], "counts": counts}))
         return
-    show_lines(lines, console)
+    if lines:
+        show_lines(lines, console)
+    else:
+        console.print("no task group matches")
     told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
     console.print(f"{len(groups)} task groups: {told or 'none was issued yet'}", highlight=False, soft_wrap=True)
 

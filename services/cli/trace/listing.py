@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from services.cli.tables import Column, FittingTable
 from services.cli.trace.facts import Assignment, GroupFacts, SlotFacts, Used
 from services.cli.trace.reading import open_journal, used_in, version_facts
 from services.cli.trace.stages import Stage, first_use, stages, status
@@ -131,11 +131,13 @@ def choose(
 
 def show_lines(lines: Sequence[Line], console: Console) -> None:
     """A table."""
-    table = Table()
-    for column in ("task group", "task", "status", "step"):
-        table.add_column(column, overflow="fold")
-    for column in ("took", "longest stage", "failed", "issued again"):
-        table.add_column(column, justify="right")
+    table = FittingTable(
+        [
+            *(Column("task group"), Column("task", spare=1), Column("status"), Column("step", spare=2)),
+            *(Column("took", "right"), Column("longest stage", "right", 3)),
+            *(Column("failed", "right", 4), Column("issued again", "right", 5)),
+        ]
+    )
     for line in lines:
         table.add_row(
             line.task_group_id,

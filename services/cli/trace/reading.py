@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from services.cli.run_state import check_run_directory
 from services.cli.trace.clocks import fitted
 from services.cli.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.trace.logs import pulls_of, read_notes
@@ -28,7 +29,8 @@ def open_journal(run_dir: Path) -> JournalReader:
     """Raises ``ConfigError`` when the directory has no journal."""
     directory = run_dir / "journal"
     if not (directory / INDEX_FILE).is_file():
-        raise ConfigError(f"{run_dir} has no journal yet ({directory / INDEX_FILE} is missing): is it a run directory?")
+        check_run_directory(run_dir)
+        raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
     return JournalReader(directory)
 
 

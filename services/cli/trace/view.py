@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from services.cli.tables import Column, FittingTable
 from services.cli.trace.facts import GroupFacts, SlotFacts
 from services.cli.trace.stages import Event, events, first_use, seconds_in, stages, status
 from services.cli.units import format_seconds
@@ -98,13 +99,16 @@ def _timeline(facts: GroupFacts, found: Sequence[Event]) -> Table:
     return table
 
 
-def _rollouts(slots: Sequence[SlotFacts]) -> Table:
-    table = Table(title="rollouts", title_justify="left")
-    for column in ("slot", "replica"):
-        table.add_column(column)
-    for column in ("slot wait", "played", "generated", "tokens", "gateway", "to journal", "sends", "retries", "reward"):
-        table.add_column(column, justify="right")
-    table.add_column("versions")
+def _rollouts(slots: Sequence[SlotFacts]) -> FittingTable:
+    table = FittingTable(
+        [
+            *(Column("slot"), Column("replica", spare=1), Column("slot wait", "right", 5), Column("played", "right")),
+            *(Column("generated", "right"), Column("tokens", "right"), Column("gateway", "right")),
+            *(Column("to journal", "right", 4), Column("sends", "right", 7), Column("retries", "right", 6)),
+            *(Column("reward", "right"), Column("versions", spare=2)),
+        ],
+        title="rollouts",
+    )
     for slot in slots:
         table.add_row(
             str(slot.index),

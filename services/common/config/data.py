@@ -44,10 +44,12 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> DatasetConfig:
-        if [self.path, self.name, self.generator].count(None) != 2:
+        given = [source for source in ("path", "name", "generator") if getattr(self, source) is not None]
+        if len(given) != 1:
+            mend = f"; {' and '.join(given)} are set: write null for the one that is inherited" if given else ""
             raise ValueError(
                 "set exactly one of `path` (a jsonl file or a hub name), `name` (a dataset known by name) and "
-                "`generator` (module:function)"
+                f"`generator` (module:function){mend}"
             )
         return self
 

@@ -30,7 +30,7 @@ def _line(problem: dict[str, Any], root: type[BaseModel]) -> str:
         return message
     if kind == "value_error":
         return f"{path}: {message}"
-    message = message.replace("Input should be", "it should be")
+    message = message.replace("Input should be", "it should be").partition(", unable to parse")[0]
     return f"{path}: {_shown(problem.get('input'))} is not valid: {message[0].lower()}{message[1:]}"
 
 

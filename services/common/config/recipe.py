@@ -145,9 +145,11 @@ class Recipe(Section):
                 )
         for name, policy in self.policies.items():
             if policy.model.path is None and name not in self.warm_start:
+                others = ", ".join(other for other in self.policies if other != name)
                 raise ValueError(
                     f"policies.{name}.model.path is missing: write a model directory or a hub name, or how to make it "
                     f"under warm_start.{name}"
+                    + (f"; {name!r} is a policy of its own beside {others}" if others else "")
                 )
             if self.sampling.max_new_tokens >= policy.model.context_length:
                 raise ValueError(

@@ -11,10 +11,8 @@ JSON is encoded in the writer thread. Knows nothing about what records mean.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import queue
-import shutil
 import sqlite3
 import threading
 import time
@@ -26,6 +24,8 @@ from typing import Any
 import orjson
 import structlog
 
+from services.common import disk
+from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
 from services.orchestrator.journal.index import INDEX_FILE, Durability, Index, Row, checksum_of
 from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segments_in
@@ -35,7 +35,6 @@ log = structlog.get_logger()
 MAX_RECORDS = 64
 LINGER_S = 0.005
 RETRY_S = 0.5  # between attempts while the disk is full
-RESERVE_BYTES = 1024 * 1024  # below this much free disk nothing is written
 CLOSE_DEADLINE_S = 10.0
 
 Encode = Callable[[], Mapping[str, Any]]
@@ -58,7 +57,7 @@ class Journal:
         *,
         segment_bytes: int = 64 * 1024 * 1024,
         durability: Durability = "process",
-        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+        free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.directory = directory
@@ -196,7 +195,7 @@ class Journal:
                     self._transaction(entries, lines)
                     break
                 except (OSError, sqlite3.OperationalError) as error:
-                    if not _is_full(error):
+                    if not disk.says_full(error):
                         raise
                     self._block(str(error))
             if self._closing.wait(RETRY_S):
@@ -261,12 +260,6 @@ class Journal:
     def current_segments(self) -> dict[str, int]:
         """The segment of each kind that is being written; earlier ones never change again."""
         return {kind: writer.segment for kind, writer in self._writers.items()}
-
-
-def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 def _sync_directory(directory: Path) -> None:

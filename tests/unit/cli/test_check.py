@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import socket
 import struct
 import subprocess
@@ -10,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
+from typer.testing import CliRunner
 
-from services.cli.check import check_recipe
+from services.cli.__main__ import app
+from services.cli.check import check_recipe, describe
 from services.cli.launch_checks import check_launch
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
@@ -128,5 +133,32 @@ def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
     check_recipe(loaded)  # the recipe is valid; this machine cannot run it
     with pytest.raises(ConfigError) as caught:
         check_launch(loaded)
-    for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "huggingface-cli download"):
+    for wanted in ("data.evaluation.lcb.name", "lcb_v5/test.jsonl", "hf download"):
         assert wanted in caught.value.message
+
+
+def test_commands_are_shown_whole_and_name_no_port_that_is_not_known_yet(recipe: Path) -> None:
+    output = io.StringIO()
+    Console(file=output, width=80).print(describe(load_recipe(recipe, (), {})))
+    shown = output.getvalue()
+    assert "127.0.0.1:PORT" in shown
+    assert ":0" not in shown
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("workflow.settings.max_turnz=2", "workflow.settings.max_turnz: unknown key"),
+        ("data.train.path=./nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("data.train.name=gsm8k", "path and name are set: write null for the one that is inherited"),
+        ("run.steps=many", r"run.steps: 'many' is not valid: it should be a valid integer$"),
+        ("policies.model1.batch.size=8", "'model1' is a policy of its own beside model0"),
+    ],
+)
+def test_run_starts_nothing_that_check_would_refuse(recipe: Path, override: str, wanted: str) -> None:
+    runs = recipe.parent / "runs"
+    result = CliRunner().invoke(app, ["run", str(recipe), "--set", override, "--set", f"run.dir={runs}"])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(wanted, result.exception.message, re.MULTILINE), result.exception.message
+    assert not runs.exists()

@@ -48,7 +48,7 @@ def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no metrics yet"):
+    with pytest.raises(ConfigError, match="is no run directory"):
         read_metrics(tmp_path)
 
 

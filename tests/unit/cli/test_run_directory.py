@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from services.cli import run_directory
+from services.cli import run, run_directory
 from services.cli.reach import reach
 from services.cli.run_directory import prepare
 from services.common.config.loading import load_recipe, load_resolved
@@ -82,5 +83,17 @@ def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeyp
     monkeypatch.delenv("MILLRACE_KEYS", raising=False)
     _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
     with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
-        reach("", directory)
+        reach(directory, None)
     assert not (directory / "keys").exists()
+
+
+def test_what_a_killed_trainer_left_of_its_weights_goes_with_the_launcher(tmp_path: Path) -> None:
+    spill = tmp_path / "snapshots"
+    spill.mkdir()
+    dead, alive = (
+        spill / f"millrace.run.model0.3.{pid}.weights" for pid in (4194304, os.getpid())
+    )  # one beyond all pids
+    for left in (dead, alive):
+        left.touch()
+    run._sweep(tmp_path)
+    assert not dead.exists() and alive.exists()

@@ -56,7 +56,7 @@ def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
 def test_what_must_be_fetched_by_hand_names_path_and_command(root: Path) -> None:
     with pytest.raises(DatasetError) as refused:
         open_source(DatasetConfig(name="livecodebench-v5"), seed=0)
-    for wanted in (str(root), "lcb_v5/test.jsonl", "huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code"):
+    for wanted in (str(root), "lcb_v5/test.jsonl", "hf download inclusionAI/AReaL-boba-2-RL-Code"):
         assert wanted in refused.value.message
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from services.common.accounts import PeerState
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
@@ -416,6 +417,21 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
     assert world.ring.counters["failures_replicas_lost"] == 4
 
 
+async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(world.join()))[0].task_group_id
+    for _ in range(20):
+        world.clock.now += 35.0
+        await Watch(world.ring).tick()  # the lease has run out
+        assert world.ring.pool.get("a") is None
+        await world.orders(world.join(running=[name]))
+    assert world.ring.groups[name].num_lost == 0
+    assert world.ring.counters["failures_replicas_lost"] == 0
+    assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
 # --- evaluation and the run's life -----------------------------------------------------------------------------------
 
 
@@ -518,3 +534,34 @@ async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Ca
     assert not ring.control.paused
     assert ring.ingest.failures_in_a_row == 0
     assert "the reward is broken" not in ring.dispatcher.held_back
+
+
+async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when_they_hear_of_it(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    ring, watch = world.ring, Watch(world.ring)
+    replica = world.join()
+    await watch.tick()
+
+    async def heard(silent_s: float) -> None:
+        gateway = PeerState(component="envgateway", silent_s=silent_s)
+        world.replica_side.report("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
+        world.clock.now += 2
+        await watch.tick()
+
+    ring.ingest.failures_in_a_row = 256
+    await heard(silent_s=40.0)
+    assert ring.control.paused
+    assert "by itself once replicas hear of envgateway again" in ring.dispatcher.held_back
+    await heard(silent_s=42.0)
+    assert ring.control.paused
+    await heard(silent_s=0.0)
+    assert not ring.control.paused and "failures" not in ring.dispatcher.holds
+    assert ring.ingest.failures_in_a_row == 0
+
+    ring.ingest.failures_in_a_row = 256
+    await heard(silent_s=0.0)  # now it is not the gateway
+    assert ring.control.paused
+    await heard(silent_s=0.0)
+    assert ring.control.paused

@@ -213,7 +213,7 @@ def test_without_livecodebench_nothing_starts(name: str, livecodebench: Path, tm
         for told in (
             "data.evaluation.livecodebench_v5",
             str(livecodebench),
-            "huggingface-cli download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset --local-dir "
+            "hf download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset --local-dir "
             f"{tmp_path}/AReaL-boba-2-RL-Code",
         ):
             assert told in text

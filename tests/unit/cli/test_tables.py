@@ -1,0 +1,53 @@
+"""Tables on narrow terminals: whole columns go, by what they matter, and are named; what stays can be read."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from services.cli.tables import Column, FittingTable
+
+
+def drawn(table: FittingTable, width: int) -> str:
+    output = io.StringIO()
+    Console(file=output, width=width).print(table)
+    return output.getvalue()
+
+
+def groups() -> FittingTable:
+    table = FittingTable(
+        [Column("group"), Column("task", spare=1), Column("took", "right"), Column("retries", spare=2)]
+    )
+    table.add_row("c8f8e1-00004413", "98-plus-80", "1.04 s", "0")
+    return table
+
+
+def test_everything_is_shown_where_there_is_room() -> None:
+    text = drawn(groups(), 80)
+    assert all(word in text for word in ("c8f8e1-00004413", "98-plus-80", "1.04 s", "retries"))
+    assert "no room" not in text
+
+
+def test_what_matters_least_goes_first_and_is_named() -> None:
+    text = drawn(groups(), 44)
+    assert "c8f8e1-00004413" in text
+    assert "98-plus-80" in text
+    assert "no room here for: retries" in text
+    narrower = drawn(groups(), 32)
+    assert "c8f8e1-00004413" in narrower
+    assert "1.04 s" in narrower
+    assert "98-plus-80" not in narrower
+    assert "no room here for: task, retries" in narrower.replace("\n", " ")
+
+
+def test_what_must_be_shown_is_folded_and_loses_no_character() -> None:
+    lines = drawn(groups(), 20).splitlines()
+    cells = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
+    assert "".join(cells) == "c8f8e1-00004413"
+
+
+def test_a_row_has_a_cell_for_each_column() -> None:
+    with pytest.raises(ValueError, match="3 cells for 4 columns"):
+        groups().add_row("a", "b", "c")
