@@ -1,8 +1,6 @@
 """Plays task groups: one asyncio task per slot, each ending in a trajectory, a failure, or (cancelled) nothing.
 
-    order -> slots not known yet -> wait for a free slot -> workflow -> record -> sink
-                                         ^        |
-                                         '--------'  InfrastructureError: again, infra_retries times
+    order -> slots not known yet -> wait for a free slot -> attempts -> record -> sink
 
 Repeating an order is harmless: a slot that is played, or whose record was handed to the sink, is not played again.
 The exceptions are cancelled slots and those refused as WEIGHTS_STALE: the dispatcher issues them again.
@@ -12,8 +10,6 @@ A failure is data and never a reward. Knows nothing of gRPC.
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -22,22 +18,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import structlog
-import xxhash
 
 from services.common.accounts import TimeAccount
-from services.common.errors import (
-    CapacityError,
-    DeadlineError,
-    EpisodeNotFoundError,
-    InfrastructureError,
-    MillraceError,
-    WeightsStaleError,
-)
+from services.common.errors import MillraceError, WeightsStaleError
 from services.common.types import NO_TIMING, Purpose, RolloutFailure, TaskGroupOrder, Trajectory
-from services.inference.policies import RolloutPolicy, ServedPolicy
-from services.inference.scripts.base import Scene
-from services.inference.timing import RolloutClock, TimedGateway
-from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
+from services.inference.attempts import Attempts
+from services.inference.policies import ServedPolicy
+from services.inference.timing import RolloutClock
+from services.inference.workflows.base import Endpoint, Gateway, Workflow
 
 log = structlog.get_logger(__name__)
 
@@ -45,9 +33,7 @@ SlotKey = tuple[str, int]  # (task group, index)
 Record = Trajectory | RolloutFailure
 _Slot = Coroutine[Any, Any, None]
 
-_RETRYABLE = (InfrastructureError, EpisodeNotFoundError, CapacityError, DeadlineError)
 _REMEMBERED_SLOTS = 65536
-_RETRY_BASE_S = 0.2
 
 
 class RecordSink(Protocol):
@@ -62,7 +48,6 @@ class RolloutCounters:
 
     trajectories: int = 0
     failures: int = 0
-    retries: int = 0
     cancelled: int = 0
     repeated: int = 0
 
@@ -85,15 +70,19 @@ class RolloutPlayer:
         timed: bool = True,
     ) -> None:
         """``timed``: records say what their rollouts did and when."""
-        self._workflows = workflows
         self._policies = policies
-        self._gateway = gateway
         self._sink = sink
         self._replica_id = replica_id
         self.num_slots = num_slots
-        self._infra_retries = infra_retries
         self._account = account or TimeAccount(f"replica/{replica_id}", num_lanes=num_slots)
-        self._endpoint = endpoint
+        self._attempts = Attempts(
+            workflows=workflows,
+            policies=policies,
+            gateway=gateway,
+            endpoint=endpoint,
+            infra_retries=infra_retries,
+            account=self._account,
+        )
         self._timed = timed
         self._slots = asyncio.Semaphore(num_slots)
         self._groups: dict[str, dict[int, asyncio.Task[None]]] = {}  # what is being played
@@ -136,6 +125,11 @@ class RolloutPlayer:
         await self._idle.wait()
 
     # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_retries(self) -> int:
+        """Attempts after a first one, since the start of the process."""
+        return self._attempts.num_retries
 
     @property
     def num_running(self) -> int:
@@ -191,7 +185,7 @@ class RolloutPlayer:
     async def _record(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Record | None:
         """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
         try:
-            outcome = await self._play_in_time(order, index, clock)
+            outcome = await self._attempts.play(order, index, clock)
         except MillraceError as error:
             if not all(p.engine.health().ok for p in self._policies.values()):
                 return None  # no record: another replica plays the slot when this one's lease has run out
@@ -210,72 +204,6 @@ class RolloutPlayer:
             replica_id=self._replica_id,
             timing=clock.timing(),
         )
-
-    async def _play_in_time(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
-        limit = asyncio.timeout(order.timeout_s)
-        try:
-            async with limit:
-                return await self._play_with_retries(order, index, clock)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineError(
-                f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
-            ) from None
-
-    async def _play_with_retries(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
-        for attempt in range(self._infra_retries + 1):
-            try:
-                return await self._play_once(order, index, attempt, clock)
-            except _RETRYABLE as error:
-                if attempt == self._infra_retries:
-                    raise
-                self.counters.retries += 1
-                clock.num_retries += 1
-                log.warning(
-                    "rollout.retry", task_group=order.task_group_id, index=index, attempt=attempt, error=str(error)
-                )
-                with self._account.during("pausing before another attempt") as wait, clock.phase("retry") as phase:
-                    wait.note(error.message)
-                    phase.detail = error.reason
-                    await asyncio.sleep(_RETRY_BASE_S * 2**attempt * (0.5 + random.random()))
-        raise AssertionError("unreachable: the last attempt returns or raises")
-
-    async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int, clock: RolloutClock) -> Outcome:
-        self._check_versions(order.required_versions)
-        slot = f"{order.task_group_id}/{index}"
-        seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
-        scene = Scene(order.task, order.purpose, seed)
-        policies = {
-            name: RolloutPolicy(
-                policy,
-                request_prefix=f"{slot}/{attempt}",
-                seed=seed,
-                account=self._account,
-                scene=scene,
-                clock=clock,
-            )
-            for name, policy in self._policies.items()
-            if not order.policies or name in order.policies
-        }
-        context = WorkflowContext(
-            policies=policies,
-            gateway=TimedGateway(self._gateway, clock),
-            sampling=order.sampling,
-            seed=seed,
-            purpose=order.purpose,
-            endpoint=self._endpoint,
-        )
-        outcome = await self._workflows[order.purpose].run(order.task, context)
-        _check_outcome(outcome, order.required_versions)
-        return outcome
-
-    def _check_versions(self, required: Mapping[str, int]) -> None:
-        for name, number in required.items():
-            policy = self._policies.get(name)
-            if policy is None or policy.engine.version != number:
-                held = "not served here" if policy is None else f"at version {policy.engine.version}"
-                raise WeightsStaleError(f"policy {name} must be at version {number} and is {held}")
 
     def _failure(
         self, task_group_id: str, index: int, reason: str, detail: str, clock: RolloutClock | None = None
@@ -309,21 +237,3 @@ class RolloutPlayer:
             self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("rollout.lost", task_group=task_group_id, index=index, exc_info=error)
-
-
-def _check_outcome(outcome: Outcome, required: Mapping[str, int]) -> None:
-    """A workflow's outcome must be usable, and an evaluation must not have seen a swap in its middle."""
-    if not outcome.sequences:
-        raise ValueError("the workflow returned no sequence")
-    for value in (outcome.reward, *(sequence.reward for sequence in outcome.sequences)):
-        if not math.isfinite(value):
-            raise ValueError(f"the workflow returned the reward {value}; it must be a finite number")
-    if not required:
-        return
-    for sequence in outcome.sequences:
-        number = required.get(sequence.policy)
-        for segment in sequence.segments:
-            if number is not None and segment.is_policy and segment.weight_version != number:
-                raise WeightsStaleError(
-                    f"policy {sequence.policy} moved to version {segment.weight_version} during an evaluation of {number}"
-                )

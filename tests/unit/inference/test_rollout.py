@@ -45,10 +45,15 @@ class Told:
 
 
 async def make_player(
-    before: Behaviour | None = None, *, num_slots: int = 8, infra_retries: int = 2, **engine: Any
+    before: Behaviour | None = None,
+    *,
+    num_slots: int = 8,
+    infra_retries: int = 2,
+    kind: type[Told] = Told,
+    **engine: Any,
 ) -> tuple[RolloutPlayer, Records, Told, ServedPolicy]:
     policy = await served_policy(["hello"], **engine)
-    records, workflow = Records(), Told(SingleTurnSettings(), before)
+    records, workflow = Records(), kind(SingleTurnSettings(), before)
     as_workflow: Workflow = workflow
     player = RolloutPlayer(
         workflows=dict.fromkeys(Purpose, as_workflow),
@@ -79,7 +84,7 @@ async def forever(context: WorkflowContext) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.rollout._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.attempts._RETRY_BASE_S", 0.001)
 
 
 async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
@@ -131,7 +136,7 @@ async def test_an_infrastructure_failure_is_played_again(error: Exception) -> No
     await player.wait_until_idle()
     assert len(records.trajectories) == 1
     assert workflow.num_runs == 3
-    assert player.counters.retries == 2
+    assert player.num_retries == 2
 
 
 async def test_an_infrastructure_failure_that_stays_is_a_failure_and_never_a_reward() -> None:
@@ -253,8 +258,7 @@ async def test_an_outcome_without_a_number_is_a_failure() -> None:
             outcome = await super().run(task, context)
             return Outcome(sequences=outcome.sequences, reward=float("nan"))
 
-    player, records, _, _ = await make_player()
-    player._workflows = dict.fromkeys(Purpose, Broken(SingleTurnSettings()))
+    player, records, _, _ = await make_player(kind=Broken)
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()
     assert [f.reason for f in records.failures] == ["ValueError"]
