@@ -46,9 +46,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="at most a minute")
     parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
     options = parser.parse_args()
-    logging.getLogger("asyncio").setLevel(
-        logging.CRITICAL
-    )  # about grpc's own tasks, when a replica's streams are closed
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # grpc's own tasks, when a replica's streams are closed
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     seconds, repeats = (6.0, 1) if options.quick else (12.0, 4)
     ratios: dict[str, list[float]] = {way: [] for way in WAYS}

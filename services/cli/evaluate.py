@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from services.cli.run_directory import check_run_directory
+from services.cli.run_state import check_run_directory
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

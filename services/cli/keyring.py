@@ -78,9 +78,8 @@ class Keyring:
                 f"{folder} already holds keys: renew them with --renew, or name another directory with --output"
             )
         authority = certificates.make_authority(run, clock())
-        certificates.issue(
-            authority, run, Role.ORCHESTRATOR, hosts, clock(), days
-        )  # refused before anything is written
+        # Hosts and days that cannot be are refused here, before anything is written.
+        certificates.issue(authority, run, Role.ORCHESTRATOR, hosts, clock(), days)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
         token_key = certificates.make_key()

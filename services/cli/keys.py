@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from services.cli.options import console
 from services.common.errors import ConfigError
 from services.common.security.bundle import DAYS
 from services.common.security.roles import WHAT_FOR, Role
@@ -52,7 +52,6 @@ class _RunIsDefault(TyperGroup):
 
 
 keys_app = typer.Typer(cls=_RunIsDefault, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
-console = Console()
 
 FolderArgument = Annotated[Path, typer.Argument(help="A directory that `millrace keys` made.")]
 

@@ -28,8 +28,16 @@ class OrchestratorClient:
     def __init__(self, address: str, why_silent: Callable[[], str] = lambda: "is the run still going?") -> None:
         self.address = address
         self._why_silent = why_silent
-        self._channel = sync_channel(address, Peer.ORCHESTRATOR)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = sync_channel(self.address, Peer.ORCHESTRATOR)
         self._run = run_pb2_grpc.RunServiceStub(self._channel)
+
+    def reconnect(self) -> None:
+        """Call as whom this process is now: its keys have changed."""
+        self._channel.close()
+        self._connect()
 
     def close(self) -> None:
         self._channel.close()

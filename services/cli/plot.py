@@ -10,28 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
+from services.cli.rows import Row, read_metrics
 
-from services.cli.run_directory import check_run_directory
-from services.common.errors import ConfigError
-
-Row = dict[str, Any]
 Points = list[tuple[float, float]]
-
-
-def read_metrics(run_dir: Path) -> list[Row]:
-    """Rows of a run's metrics; raises ``ConfigError`` when the directory has none."""
-    path = run_dir / "metrics" / "orchestrator.jsonl"
-    if not path.exists():
-        check_run_directory(run_dir)
-        raise ConfigError(f"{run_dir} has no metrics yet: its orchestrator has not begun")
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            continue  # the last line, while it is being written
-    return rows
 
 
 def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -82,77 +63,45 @@ def _draw_run(axes: Any, name: str, rows: list[Row], color: str, alone: bool) ->
     by_policy = training_steps(rows)
     has_roles = len({(policy, role) for policy, steps in by_policy.items() for role in _roles(steps)}) > 1
     for number, (policy, steps) in enumerate(by_policy.items()):
-        label = policy if alone else f"{name} {policy}"
-        shade = f"C{number}" if alone else color
-        style = "-" if number == 0 or alone else "--"
-        _line(axes[0, 0], "reward", "training step", _series(steps, "reward_mean"), f"{label} train", shade, style)
-        for place, role in enumerate(_roles(steps) if alone and has_roles else ()):
-            label_of_role = f"{label} {role.removeprefix('reward/')}"
-            _line(
-                axes[0, 0],
-                "reward",
-                "training step",
-                _series(steps, role),
-                label_of_role,
-                shade,
-                (":", "-.", "--")[place % 3],
-            )
-        _line(
-            axes[0, 1],
-            "response length (tokens)",
-            "training step",
-            _series(steps, "response_tokens_mean"),
-            label,
-            shade,
-            style,
+        _draw_policy(
+            axes,
+            steps,
+            label=policy if alone else f"{name} {policy}",
+            color=f"C{number}" if alone else color,
+            style="-" if number == 0 or alone else "--",
+            roles=_roles(steps) if alone and has_roles else [],
         )
-        _line(
-            axes[0, 2],
-            "staleness (versions)",
-            "training step",
-            _series(steps, "staleness_mean"),
-            f"{label} mean",
-            shade,
-            style,
-        )
-        _line(
-            axes[0, 2],
-            "staleness (versions)",
-            "training step",
-            _series(steps, "staleness_max"),
-            f"{label} max",
-            shade,
-            ":",
-        )
-        mismatch = (axes[1, 2], "engine–trainer mismatch, mean |ℓ − b|", "training step")
-        _line(*mismatch, _series(steps, "trainer/mismatch_abs"), f"{label} all tokens", shade, style)
-        _line(*mismatch, _series(steps, "trainer/mismatch_fresh_abs"), f"{label} newest version only", shade, ":")
     _draw_evaluations(axes[0, 0], name, rows, color, alone)
-    throughput = [row for row in rows if row["kind"] == "throughput"]
+    _draw_throughput(axes, rows, "" if alone else f"{name} ", color, "C1" if alone else color)
+
+
+def _draw_policy(axes: Any, steps: list[Row], *, label: str, color: str, style: str, roles: list[str]) -> None:
+    """What training steps say of one policy; the lines of ``roles`` stand beside its reward."""
+
+    def line(place: tuple[int, int], title: str, key: str, what: str = "", style: str = style) -> None:
+        _line(axes[place], title, "training step", _series(steps, key), f"{label} {what}".rstrip(), color, style)
+
+    line((0, 0), "reward", "reward_mean", "train")
+    for number, role in enumerate(roles):
+        line((0, 0), "reward", role, role.removeprefix("reward/"), (":", "-.", "--")[number % 3])
+    line((0, 1), "response length (tokens)", "response_tokens_mean")
+    line((0, 2), "staleness (versions)", "staleness_mean", "mean")
+    line((0, 2), "staleness (versions)", "staleness_max", "max", ":")
+    mismatch = "engine–trainer mismatch, mean |ℓ − b|"
+    line((1, 2), mismatch, "trainer/mismatch_abs", "all tokens")
+    line((1, 2), mismatch, "trainer/mismatch_fresh_abs", "newest version only", ":")
+
+
+def _draw_throughput(axes: Any, rows: list[Row], prefix: str, color: str, color_of_replicas: str) -> None:
     start = rows[0]["time"] if rows else 0.0
-    prefix = "" if alone else f"{name} "
-    _line(
-        axes[1, 0],
-        "tokens per second",
-        "seconds",
-        _over_time(throughput, "tokens_per_s", start),
-        f"{prefix}sampled",
-        color,
-        "-",
-    )
-    _line(
-        axes[1, 1],
-        "idle share",
-        "seconds",
-        _over_time(throughput, "trainer_idle_share", start),
-        f"{prefix}trainer",
-        color,
-        "-",
-    )
-    _line(
-        *(axes[1, 1], "idle share", "seconds", _over_time(throughput, "replica_idle_share", start)),
-        *(f"{prefix}replicas", "C1" if alone else color, "--"),
-    )
+    throughput = [row for row in rows if row["kind"] == "throughput"]
+
+    def line(place: tuple[int, int], title: str, key: str, what: str, color: str = color, style: str = "-") -> None:
+        _line(axes[place], title, "seconds", _over_time(throughput, key, start), f"{prefix}{what}", color, style)
+
+    line((1, 0), "tokens per second", "tokens_per_s", "sampled")
+    line((1, 1), "idle share", "trainer_idle_share", "trainer")
+    line((1, 1), "idle share", "replica_idle_share", "replicas", color_of_replicas, "--")
 
 
 def _roles(steps: list[Row]) -> list[str]:

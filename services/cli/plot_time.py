@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.cli.plot import read_metrics
+from services.cli.rows import read_metrics
 
 MOST = 15  # activities with a colour of their own; the rest is grey
 

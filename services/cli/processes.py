@@ -1,18 +1,20 @@
 """Starts the processes of a run, watches them, and stops exactly what it started.
 
-Knows nothing about recipes: it is given ``ProcessSpec``s. A process killed by a signal is started again, a bounded
-number of times (every service resumes by itself); a process that exits with an error ends the run with its last words.
+Knows nothing about recipes: it is given ``ProcessSpec``s. A process killed by a signal, or that asks for it, is started
+again, a bounded number of times in a row (every service resumes by itself); one that has run well for a while begins
+anew. A process that exits with an error ends the run with its last words.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -25,6 +27,9 @@ from services.common.rpc.health import is_serving
 log = structlog.get_logger()
 
 POLL_S = 0.1
+# No process, memory or disk to be had at this moment.
+_FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+WELL_AFTER_S = 600.0  # a process that has lived for so long is not one that cannot live
 
 
 @dataclass(slots=True)
@@ -33,17 +38,21 @@ class Running:
 
     spec: ProcessSpec
     popen: subprocess.Popen[bytes]
-    restarts: int = 0
+    restarts: int = 0  # in a row
+    started_at: float = field(default_factory=time.monotonic)
 
 
 class Processes:
     """The processes of one run on this node."""
 
-    def __init__(self, run_dir: Path, max_restarts: int, stop_grace_s: float) -> None:
+    def __init__(
+        self, run_dir: Path, max_restarts: int, stop_grace_s: float, well_after_s: float = WELL_AFTER_S
+    ) -> None:
         self._logs = run_dir / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._max_restarts = max_restarts
         self._stop_grace_s = stop_grace_s
+        self._well_after_s = well_after_s
         self._running: dict[str, Running] = {}
 
     def start(self, spec: ProcessSpec) -> None:
@@ -79,7 +88,7 @@ class Processes:
         deadline = time.monotonic() + timeout_s
         pending = {name: process for name, process in self._running.items() if name not in without}
         while pending:
-            left = self.watch()
+            left = self.watch(starting=pending)
             for name in [n for n, p in pending.items() if n in left or is_serving(p.spec.address)]:
                 del pending[name]
                 log.info("process.left" if name in left else "process.ready", process=name)
@@ -94,8 +103,11 @@ class Processes:
             tick()
             time.sleep(POLL_S)
 
-    def watch(self) -> set[str]:
+    def watch(self, starting: Collection[str] = ()) -> set[str]:
         """Restart what a signal killed or what asks for it (``START_AGAIN``); return the names that exited with 0.
+
+        Those who are ``starting`` for the first time are only started again when they were killed: what keeps them from
+        being ready is better told at once.
 
         Raises ``InfrastructureError`` with the last words of a process that exited with an error or died too often.
         """
@@ -104,16 +116,40 @@ class Processes:
             code = process.popen.poll()
             if code is None:
                 continue
+            if time.monotonic() - process.started_at > self._well_after_s:
+                process.restarts = 0
+            mends = code < 0 or (code == START_AGAIN and name not in starting)
             if code == 0:
                 finished.add(name)
-            elif (code < 0 or code == START_AGAIN) and process.restarts < self._max_restarts:
-                process.restarts += 1
+            elif mends and process.restarts < self._max_restarts:
                 why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                log.warning("process.restarted", process=name, why=why, restart=process.restarts)
-                process.popen = self._popen(process.spec)
+                self._start_again(process, why)
             else:
                 raise InfrastructureError(self._obituary(process.spec, code))
         return finished
+
+    def bring_back(self, names: Iterable[str]) -> None:
+        """Start again what has left with 0 although it is needed: somebody, or a guard of the machine's memory, told it to.
+
+        Raises ``InfrastructureError`` for one that was started again too often.
+        """
+        for name in names:
+            process = self._running[name]
+            if process.restarts >= self._max_restarts:
+                raise InfrastructureError(self._obituary(process.spec, 0))
+            self._start_again(process, "it left while the run goes on")
+
+    def _start_again(self, process: Running, why: str) -> None:
+        try:
+            process.popen = self._popen(process.spec)
+        except OSError as error:
+            if error.errno not in _FOR_NOW:
+                raise
+            log.warning("process.not_restarted", process=process.spec.name, why=why, error=str(error), retry_s=POLL_S)
+            return  # the next look tries again
+        process.restarts += 1
+        process.started_at = time.monotonic()
+        log.warning("process.restarted", process=process.spec.name, why=why, restart=process.restarts)
 
     def stop(self) -> None:
         """SIGTERM to all, wait for the grace, SIGKILL to the process groups of those that stay."""

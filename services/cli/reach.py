@@ -8,7 +8,7 @@ from pathlib import Path
 from services.cli.launch_keys import keys_there, operate
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import orchestrator_address
-from services.cli.run_directory import check_run_directory, why_silent
+from services.cli.run_state import check_run_directory, why_silent
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.hosts import ORCHESTRATOR, check_place

@@ -13,7 +13,7 @@ from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
 from services.orchestrator.batches import read_batch
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 from services.trainer.replay import replay
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
+from collections import deque
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,31 @@ from services.cli.errors import Interrupted
 from services.cli.follow import show_now
 from services.cli.launch_keys import check_dates, keys_of, operate, renew_in_time, with_keys
 from services.cli.node_bundles import write_bundles
-from services.cli.nodes import commands_for_other_nodes, with_addresses
+from services.cli.nodes import commands_for_other_nodes
 from services.cli.orchestrator_client import OrchestratorClient
 from services.cli.plan import (
     orchestrator_address,
     plan,
-    ports_in_use,
     trainer_name,
     warm_start_commands,
-    with_free_ports,
 )
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
-from services.cli.run_directory import check_can_go_on
+from services.cli.rows import Row, read_rows
+from services.cli.run_state import SUMMARY, ended
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
-from services.common.config.loading import RESOLVED, load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, InfrastructureError
+from services.common.errors import InfrastructureError
 from services.common.logs import configure
-from services.common.security.bundle import VARIABLE
 
 log = structlog.get_logger()
 
 POLL_S = 0.5
 FINISH_TIMEOUT_S = 60.0
 KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
-_NAMES = 100  # tried for a run that has none
+_NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,74 +54,6 @@ class Outcome:
     run_dir: Path
     summary: dict[str, Any]
     picture: Path | None
-
-
-def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
-    """Resolve id, addresses, ports and directory of a new run and save the resolved recipe there.
-
-    A run without a name gets another one when somebody else starts a run in the same second.
-
-    Raises ``ConfigError`` when the directory exists already or cannot be written, a port is taken, the keys of
-    ``MILLRACE_KEYS`` cannot be used, or other nodes could not reach this one.
-    """
-    wanted = recipe
-    recipe = with_run_id(wanted)
-    recipe = with_free_ports(with_addresses(recipe))
-    if taken := ports_in_use(recipe):
-        raise ConfigError("\n".join(taken))
-    if recipe.security.tls != "off" and (given := os.environ.get(VARIABLE)):
-        operate(Path(given))  # before a directory is there that would be in the way of the next try
-    run_dir = _claim(recipe)
-    for number in range(2, _NAMES):
-        if run_dir is not None or wanted.run.id:
-            break
-        name = f"{with_run_id(wanted).run.id}-{number}"
-        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": name})})
-        run_dir = _claim(recipe)
-    if run_dir is None:
-        run_dir = _directory(recipe)
-        raise ConfigError(
-            f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
-            f"or go on with it: millrace run --resume {run_dir}"
-        )
-    return recipe, run_dir
-
-
-def _directory(recipe: Recipe) -> Path:
-    return (Path(recipe.run.dir) / str(recipe.run.id)).resolve()
-
-
-def _claim(recipe: Recipe) -> Path | None:
-    """The run's directory with the resolved recipe in it, None when there is one already: of two that come at once, one gets it."""
-    run_dir = _directory(recipe)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / RESOLVED).touch(exist_ok=False)
-        try:
-            save_resolved(recipe, run_dir)
-        except OSError:
-            (run_dir / RESOLVED).unlink()  # or the next try would find a run that is none
-            raise
-    except FileExistsError:
-        return None
-    except OSError as error:
-        raise ConfigError(
-            f"{run_dir} cannot be written ({error.strerror}): make room or mend its rights, or name another place with "
-            "--set run.dir=DIRECTORY"
-        ) from None
-    return run_dir
-
-
-def reopen(run_dir: Path) -> tuple[Recipe, Path]:
-    """The resolved recipe of a run that is to go on. Raises ``ConfigError`` for one that is over, or whose ports are held."""
-    recipe = load_resolved(run_dir)
-    check_can_go_on(run_dir)
-    if taken := ports_in_use(recipe):
-        held = [line.partition(";")[0] for line in taken]  # it keeps its ports, so other ones are no advice
-        raise ConfigError(
-            "\n".join([*held, f"is the run still going? (millrace watch {run_dir}) Else stop what holds its ports"])
-        )
-    return recipe, run_dir.resolve()
 
 
 def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
@@ -157,6 +86,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     finally:
         stop.restore()
         processes.stop()
+        _sweep(run_dir)
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
     return Outcome(run_dir, summary, _picture(run_dir))
@@ -200,18 +130,15 @@ def _start(
     for spec in specs:
         processes.start(spec)
     _write_pids(run_dir, processes)
-    client = OrchestratorClient(orchestrator_address(recipe))
-    stalls = StallsAtStart(client, StallsTold(console))
+    with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
+        stalls = StallsAtStart(client, StallsTold(console))
 
-    def tick() -> None:
-        stop.check()
-        stalls()
+        def tick() -> None:
+            stop.check()
+            stalls()
 
-    try:
         with console.status(f"starting {', '.join(spec.name for spec in specs)}"):
             processes.wait_ready(recipe.ready_timeout_s, tick, later, ends_with="orchestrator")
-    finally:
-        client.close()
     ready = [spec for spec in specs if spec.name not in later]
     console.print(
         f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}",
@@ -224,34 +151,46 @@ def _start(
 def _follow(
     recipe: Recipe, run_dir: Path, keys: Path | None, processes: Processes, console: Console, stop: StopSignal
 ) -> None:
-    client = OrchestratorClient(orchestrator_address(recipe))
-    keys_looked_at = time.monotonic()
-    silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"))
     finished_at: float | None = None
-    try:
+    keys_looked_at = time.monotonic()
+    pids = processes.pids()
+    with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
+        silence = Silence(client.address, pid=lambda: processes.pids().get("orchestrator"), run_dir=run_dir)
         with ProgressView(console, title=str(recipe.run.id)) as view:
             while True:
                 stop.check()
                 if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
                     keys_looked_at = time.monotonic()
-                    if keys is not None and renew_in_time(keys):  # processes here take new keys up by themselves
-                        write_bundles(recipe, run_dir, keys)
-                        operate(keys)
-                        client.close()
-                        client = OrchestratorClient(client.address)
+                    _keep_keys(recipe, run_dir, keys, client)
                 gone = processes.watch()
                 if "orchestrator" in gone:
-                    break  # it leaves with 0 only when the run is over and everybody has been told
+                    if ended(run_dir):
+                        break  # the run is over and everybody has been told
+                    processes.bring_back(["orchestrator"])
                 if finished_at is None:
+                    goes_on = False
                     with suppress(InfrastructureError):  # told by the view
-                        finished_at = time.monotonic() if show_now(client, view, silence) else None
+                        goes_on = not show_now(client, view, silence)
+                        finished_at = None if goes_on else time.monotonic()
+                    if goes_on:  # and did so after they had left: it was not the end of the run that they left for
+                        processes.bring_back(name for name in gone if name.startswith(_NEEDED))
                 elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
+                if processes.pids() != pids:
+                    pids = processes.pids()
+                    with suppress(OSError):  # a full disk
+                        _write_pids(run_dir, processes)
                 time.sleep(POLL_S)
-    finally:
-        client.close()
     _wait_for_farewells(processes, recipe.launch.stop_grace_s)
+
+
+def _keep_keys(recipe: Recipe, run_dir: Path, keys: Path | None, client: OrchestratorClient) -> None:
+    """Renew the run's keys while they are good: other nodes get new bundles, processes here take them up by themselves."""
+    if keys is not None and renew_in_time(keys):
+        write_bundles(recipe, run_dir, keys)
+        operate(keys)
+        client.reconnect()
 
 
 def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
@@ -264,12 +203,20 @@ def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def _sweep(run_dir: Path) -> None:
+    """Weights of processes that were killed: a trainer that is started again would remove them, and none is."""
+    from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans  # numpy, only at the end
+
+    for removed in sweep_orphans([*DEFAULT_DIRECTORIES, run_dir / "snapshots"]):
+        log.info("snapshot.orphan_removed", path=str(removed))
+
+
 def _write_pids(run_dir: Path, processes: Processes) -> None:
     (run_dir / "pids.json").write_text(json.dumps(processes.pids(), indent=1))
 
 
 def _summary(run_dir: Path, seconds: float) -> dict[str, Any]:
-    path = run_dir / "summary.json"
+    path = run_dir / SUMMARY
     if not path.exists():
         raise InfrastructureError(f"the orchestrator left no {path}; see {run_dir / 'logs'}")
     summary: dict[str, Any] = json.loads(path.read_text())
@@ -303,15 +250,6 @@ def _picture(run_dir: Path) -> Path | None:
     return plot_runs([run_dir], run_dir / "run.png")
 
 
-def _last_row(path: Path, policy: str) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    lines = path.read_text().splitlines()
-    for line in reversed(lines):
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # being written at this moment
-        if row.get("policy") == policy:
-            return row
-    return None
+def _last_row(path: Path, policy: str) -> Row | None:
+    rows = (row for row in read_rows(path) if row.get("policy") == policy) if path.exists() else ()
+    return next(iter(deque(rows, maxlen=1)), None)

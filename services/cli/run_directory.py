@@ -1,64 +1,88 @@
-"""What a run's directory says of the run without asking anybody: whether it is one, and whether its run has ended."""
+"""A run's directory: claimed for a new run with its resolved recipe in it, or opened to go on with."""
 
 from __future__ import annotations
 
-import difflib
-import json
+import os
 from pathlib import Path
 
-from services.common.config.loading import RESOLVED
+from services.cli.launch_keys import operate
+from services.cli.nodes import with_addresses
+from services.cli.plan import ports_in_use, with_free_ports
+from services.cli.run_state import check_can_go_on
+from services.common.config.loading import RESOLVED, load_resolved, save_resolved, with_run_id
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.security.bundle import VARIABLE
 
-READ_IT = "`millrace plot`, `millrace trajectories` and `millrace trace` read it"
+_NAMES = 100  # tried for a run that has none
 
 
-def check_run_directory(run_dir: Path) -> None:
-    """Raises ``ConfigError``, with the nearest name beside it, when there is no run in ``run_dir``."""
-    if (run_dir / RESOLVED).is_file():
-        return
-    if run_dir.is_dir():
+def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
+    """Resolve id, addresses, ports and directory of a new run and save the resolved recipe there.
+
+    A run without a name gets another one when somebody else starts a run in the same second.
+
+    Raises ``ConfigError`` when the directory exists already or cannot be written, a port is taken, the keys of
+    ``MILLRACE_KEYS`` cannot be used, or other nodes could not reach this one.
+    """
+    wanted = recipe
+    recipe = with_run_id(wanted)
+    recipe = with_free_ports(with_addresses(recipe))
+    if taken := ports_in_use(recipe):
+        raise ConfigError("\n".join(taken))
+    if recipe.security.tls != "off" and (given := os.environ.get(VARIABLE)):
+        operate(Path(given))  # before a directory is there that would be in the way of the next try
+    run_dir = _claim(recipe)
+    for number in range(2, _NAMES):
+        if run_dir is not None or wanted.run.id:
+            break
+        name = f"{with_run_id(wanted).run.id}-{number}"
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": name})})
+        run_dir = _claim(recipe)
+    if run_dir is None:
+        run_dir = _directory(recipe)
         raise ConfigError(
-            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+            f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
+            f"or go on with it: millrace run --resume {run_dir}"
         )
-    raise ConfigError(f"there is no directory {run_dir}{_nearest(run_dir)}")
+    return recipe, run_dir
 
 
-def ended(run_dir: Path) -> str:
-    """``finished`` or ``stopped`` of a run that is over, else nothing."""
+def _directory(recipe: Recipe) -> Path:
+    return (Path(recipe.run.dir) / str(recipe.run.id)).resolve()
+
+
+def _claim(recipe: Recipe) -> Path | None:
+    """The run's directory with the resolved recipe in it; None when there is one already.
+
+    Of two that come at once, one gets it.
+    """
+    run_dir = _directory(recipe)
     try:
-        return str(json.loads((run_dir / "summary.json").read_text())["state"])
-    except (FileNotFoundError, KeyError, json.JSONDecodeError):
-        return ""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / RESOLVED).touch(exist_ok=False)
+        try:
+            save_resolved(recipe, run_dir)
+        except OSError:
+            (run_dir / RESOLVED).unlink()  # or the next try would find a run that is none
+            raise
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{run_dir} cannot be written ({error.strerror}): make room or mend its rights, or name another place with "
+            "--set run.dir=DIRECTORY"
+        ) from None
+    return run_dir
 
 
-def why_silent(run_dir: Path) -> str:
-    """Why nobody answers for this run, as far as its directory tells, and what to do."""
-    if state := ended(run_dir):
-        return f"the run is over ({state}); {READ_IT}"
-    if not (run_dir / "journal").is_dir():
-        return f"its orchestrator has not begun, for starting checkpoints come first; {run_dir / 'logs'} says how far it is"
-    return f"its orchestrator does not run; go on with the run: `millrace run --resume {run_dir}`"
-
-
-def check_can_go_on(run_dir: Path) -> None:
-    """Raises ``ConfigError`` for a run that is over."""
-    state = ended(run_dir)
-    if not state:
-        return
-    why = "all its training steps are done" if state == "finished" else "`millrace stop` ended it"
-    exports = sorted((run_dir / "export").glob("*/config.json"))
-    onwards = f", such as {exports[-1].parent}" if exports else ""
-    raise ConfigError(
-        f"{run_dir} does not go on: {why}. {READ_IT}; to train on, begin another run whose "
-        f"policies.<name>.model.path is an export of this one{onwards}"
-    )
-
-
-def _nearest(run_dir: Path) -> str:
-    beside = run_dir.parent if run_dir.parent.is_dir() else Path("runs")
-    found = sorted(beside.glob(f"*/{RESOLVED}"), key=lambda path: path.stat().st_mtime)
-    names = [path.parent.name for path in found]
-    if not names:
-        return ""
-    close = difflib.get_close_matches(run_dir.name, names, n=1, cutoff=0.6)
-    return f"; did you mean {beside / close[0]}?" if close else f"; the newest run there is {beside / names[-1]}"
+def reopen(run_dir: Path) -> tuple[Recipe, Path]:
+    """The resolved recipe of a run that is to go on. Raises ``ConfigError`` for one that is over, or whose ports are held."""
+    recipe = load_resolved(run_dir)
+    check_can_go_on(run_dir)
+    if taken := ports_in_use(recipe):
+        held = [line.partition(";")[0] for line in taken]  # it keeps its ports, so other ones are no advice
+        raise ConfigError(
+            "\n".join([*held, f"is the run still going? (millrace watch {run_dir}) Else stop what holds its ports"])
+        )
+    return recipe, run_dir.resolve()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from services.common import disk
 from services.common.pb import run_pb2
 
 LIMIT_S = 10.0  # longer than a restart takes, and than the deadline of a question
@@ -21,11 +22,17 @@ class Silence:
     """Told of each answer and of each question without one; ``stall`` says what is wrong once that lasts."""
 
     def __init__(
-        self, address: str, pid: Callable[[], int | None] = lambda: None, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        pid: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        run_dir: Path | None = None,
     ) -> None:
+        """``run_dir``: where its run lies, when that is on this machine."""
         self._address = address
         self._pid = pid
         self._clock = clock
+        self._run_dir = run_dir
         self._since = clock()
         self._silent = False
 
@@ -52,6 +59,8 @@ class Silence:
         return stall
 
     def _what(self) -> str:
+        if self._run_dir is not None and disk.free_bytes(self._run_dir) < disk.RESERVE_BYTES:
+            return f"the disk of {self._run_dir} is full: free some, and it goes on by itself"
         pid = self._pid()
         if pid is None:
             return "its process, or the way there, does not react"

@@ -11,16 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from services.cli.run_directory import check_run_directory
+from services.cli.rows import Row, read_rows
+from services.cli.run_state import check_run_directory
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
-
-Row = dict[str, Any]
 
 
 def read_trajectories(
@@ -60,12 +58,7 @@ def _rows(run_dir: Path) -> Iterator[Row]:
         check_run_directory(run_dir)
         raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
     for segment in segments:
-        with segment.open("rb") as lines:
-            for line in lines:
-                try:
-                    yield orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    break  # the torn tail of a segment that is being written
+        yield from read_rows(segment)
 
 
 def _tokenizer(path: str) -> Any:

@@ -10,16 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.console import Console
 
-from services.cli.plot import read_metrics
+from services.cli.rows import Row, read_metrics
 from services.cli.tables import Column, FittingTable
 from services.cli.units import format_bytes, format_seconds
 from services.common.errors import ConfigError
-
-Row = dict[str, Any]
 
 STAGES = ("encode_s", "fetch_s", "verify_s", "write_s", "pause_s")
 

@@ -7,6 +7,7 @@ step, policy, task group) are on every later event of the same task. What looks 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -55,6 +56,14 @@ def configure(service: str, run_dir: Path | None = None, instance: str | None = 
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
+
+
+def quiet_grpc() -> None:
+    """Keep grpc's own log to errors: what fails is told in our words, and strangers' handshakes could fill the disk.
+
+    To be called before grpc is imported, which reads the variable then.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def close() -> None:

@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 DIE_WITH_PARENT = "MILLRACE_DIE_WITH_PARENT"
-START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that is well, but lost others without which it cannot go on
+START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that has lost what it cannot go on without: another may do better
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent_if_asked() -> None:
-    """Ask the kernel for SIGTERM when the parent dies, if the launcher wrote its pid into the environment.
+def die_with_parent_if_asked(how: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for SIGTERM, or another signal, when the parent dies, if the launcher wrote its pid into the environment.
 
     Without it a launcher that is killed with -9 would leave a whole run behind. Linux only; elsewhere nothing happens.
     """
     parent = os.environ.get(DIE_WITH_PARENT)
     if parent is not None:
-        _die_with(int(parent), signal.SIGTERM)
+        _die_with(int(parent), how)
 
 
 def bound_to_this_process(command: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from services.common.serde_time import timestamp_to_proto as timestamp_to_proto
 from services.common.serde_timing import timing_from_proto, timing_to_proto
 from services.common.types import (
     FetchPlan,
+    Interval,
     MinibatchTotals,
     Purpose,
     RolloutFailure,
@@ -34,8 +35,6 @@ from services.common.types import (
     Trajectory,
     WeightVersion,
 )
-
-Interval = tuple[float, float]  # seconds since the epoch
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")

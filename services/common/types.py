@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
+Interval = tuple[float, float]  # begin and end, in seconds since the epoch
 
 EMPTY_LOGPROBS: Logprobs = np.zeros(0, dtype=np.float32)
 

@@ -12,8 +12,8 @@ from services.common import logs
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe, load_resolved
 from services.common.config.services import MetricsConfig
-from services.common.errors import ConfigError, MillraceError
-from services.common.process import die_with_parent_if_asked
+from services.common.errors import ConfigError, DeadlineError, InfrastructureError, MillraceError
+from services.common.process import START_AGAIN, die_with_parent_if_asked
 from services.common.security import identity
 from services.common.security.binding import check_keys_are_there
 from services.common.security.roles import Role
@@ -61,6 +61,9 @@ def main() -> None:
         asyncio.run(
             serve(told.config, sandbox, told.run_id, told.redis_uri, metrics=told.metrics, run_dir=arguments.run_dir)
         )
+    except (InfrastructureError, DeadlineError) as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        sys.exit(START_AGAIN)
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 

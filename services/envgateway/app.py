@@ -15,6 +15,7 @@ from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.services import MetricsConfig
+from services.common.errors import InfrastructureError
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
@@ -201,8 +202,9 @@ async def serve(
         await asyncio.sleep(0)
         await gateway.start()
         ended, _ = await asyncio.wait((stop_asked, broken), return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            await task  # a supervisor can restart a dead gateway, not one that has lost its way to the workers
+        if broken in ended and not broken.cancelled() and (error := broken.exception()) is not None:
+            # A supervisor can restart a dead gateway, not one that has lost its way to the workers.
+            raise InfrastructureError(f"the queue of programs is broken: {error!r}") from error
     finally:
         stop_asked.cancel()
         broken.cancel()

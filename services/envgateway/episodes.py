@@ -23,6 +23,7 @@ import structlog
 from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,
+    InfrastructureError,
     InvalidRequestError,
     MillraceError,
     StateError,
@@ -98,11 +99,11 @@ class EpisodeManager:
 
         Raises:
             CapacityError: as many episodes as allowed are live.
-            StateError: the gateway is stopping.
+            InfrastructureError: the gateway is stopping; the one that is started in its place begins the episode.
             UnknownEnvironmentError, InvalidRequestError, InfrastructureError: told by the environment.
         """
         if self._closed:
-            raise StateError("the gateway is stopping")
+            raise InfrastructureError("the gateway is stopping")
         key = request_id or uuid.uuid4().hex
         start = self._starts.get(key)
         if start is None:

@@ -8,8 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.errors import MillraceError
-from services.common.process import die_with_parent_if_asked
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.logs import quiet_grpc
+from services.common.process import START_AGAIN, die_with_parent_if_asked
 
 
 def main() -> None:
@@ -43,9 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # read when grpc is imported; failed handshakes are told in our words
+    quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.inference.app import run_replica
@@ -63,6 +62,12 @@ def main() -> None:
                 run_dir=arguments.run_dir,
             )
         )
+    except (
+        InfrastructureError,
+        DeadlineError,
+    ) as error:  # a new process may find its engine, or the orchestrator, well
+        sys.stderr.write(f"error: {error.message}\n")
+        sys.exit(START_AGAIN)
     except MillraceError as error:
         sys.exit(f"error: {error.message}")
 

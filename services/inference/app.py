@@ -11,14 +11,16 @@ import asyncio
 import socket
 import sys
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import grpc
 import structlog
 
 from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
+from services.common.config.services import InferenceConfig
 from services.common.errors import DeadlineError
 from services.common.hosts import host_of
 from services.common.logs import bind, configure
@@ -27,7 +29,7 @@ from services.common.pb import pool_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.channel import channel
 from services.common.rpc.peer_watch import PeerWatch
-from services.common.rpc.run_client import fetch_run
+from services.common.rpc.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
 from services.common.security.roles import Peer
 from services.common.transfer.serving import add_weight_service
@@ -36,6 +38,7 @@ from services.common.watchdog import Watchdog
 from services.inference.config import replica_config
 from services.inference.emission import EmissionLog
 from services.inference.gateway_client import GATEWAY, GatewayClient
+from services.inference.gauges import gauges
 from services.inference.loading import LoadedPolicy, load_policy
 from services.inference.pool_client import PoolClient, ReplicaIdentity
 from services.inference.prometheus import METRICS
@@ -45,11 +48,14 @@ from services.inference.trajectory_sender import TrajectorySender
 from services.inference.workflows.registry import build_workflows
 from services.inference.workflows.rewards import REWARD_THREADS
 
+if TYPE_CHECKING:
+    from services.inference.endpoint.server import EndpointServer
+
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # for the last acknowledgements, after the last rollout
-REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
 STOP_TIMEOUT_S = 5.0  # the same, when a signal ends the process
+REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
 # The engine's thread and the event loop share the interpreter; the default of 5 ms would stall one for the other.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -75,94 +81,155 @@ async def run_replica(
     here = settings.run_dir if settings.run_dir.is_dir() else None
     configure("inference", here, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
-    workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
-    server = Server(
-        service="inference",
-        instance_id=replica_id,
-        host=config.host,
-        port=config.port,
-        run_id=settings.run_id,
-        port_setting=f"inference.{name}.port",
-    )
-    relays: dict[str, PayloadSource] = {}  # by policy; they appear as models are loaded
-    sections = [section.weights for section in settings.recipe.policies.values()]
-    strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
-    bulk_wanted = any("bulk" in section.transports for section in sections)
-    await add_weight_service(server, relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
-    await server.start()
-    emissions = EmissionLog()
-    account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
-    gateway = GatewayClient(account)
-    gateway_watch = PeerWatch(GATEWAY, lambda: gateway.address)
-    watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
-    watchdog.start()
-    policies: dict[str, LoadedPolicy] = {}
-    endpoint = None
-    if config.endpoint.port is not None:
-        from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
+    await _Process(orchestrator, name, replica_id, settings, config).run(here)
 
-        endpoint = EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
-    try:
-        await serve_metrics(server, settings.recipe.metrics, METRICS, name=f"inference-{replica_id}", run_dir=here)
-        if endpoint is not None:
-            await endpoint.start()
-        for policy in config.policies or settings.recipe.policies:
+
+class _Process:
+    """What one replica has from its start to its end; what it has while it is connected is made in ``_play``."""
+
+    def __init__(
+        self, orchestrator: str, name: str, replica_id: str, settings: RunSettings, config: InferenceConfig
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._replica_id = replica_id
+        self._settings = settings
+        self._config = config
+        self._workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
+        self._server = Server(
+            service="inference",
+            instance_id=replica_id,
+            host=config.host,
+            port=config.port,
+            run_id=settings.run_id,
+            port_setting=f"inference.{name}.port",
+        )
+        self._emissions = EmissionLog()
+        self._account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
+        self._gateway = GatewayClient(self._account)
+        self._gateway_watch = PeerWatch(GATEWAY, lambda: self._gateway.address)
+        self._endpoint = _endpoint(config, name)
+        self._policies: dict[str, LoadedPolicy] = {}
+        self._relays: dict[str, PayloadSource] = {}  # by policy: what others may fetch from here
+
+    async def run(self, here: Path | None) -> None:
+        """``here``: the run's directory on this machine, if it has one."""
+        metrics, name = self._settings.recipe.metrics, f"inference-{self._replica_id}"
+        watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
+        await self._serve_weights()
+        await self._server.start()
+        watchdog.start()
+        try:
+            await serve_metrics(self._server, metrics, METRICS, name=name, run_dir=here)
+            if self._endpoint is not None:
+                await self._endpoint.start()
+            await self._load_policies()
+            async with channel(self._orchestrator, Peer.ORCHESTRATOR) as connection:
+                await self._play(connection)
+        finally:
+            watchdog.stop()
+            if self._endpoint is not None:
+                await self._endpoint.stop()
+            await self._gateway.stop()
+            for loaded in self._policies.values():
+                await loaded.served.engine.stop()
+            await self._server.stop()
+
+    async def _serve_weights(self) -> None:
+        sections = [section.weights for section in self._settings.recipe.policies.values()]
+        strictest = min((section.send_bytes_per_s for section in sections if section.send_bytes_per_s), default=0.0)
+        bulk_wanted = any("bulk" in section.transports for section in sections)
+        await add_weight_service(self._server, self._relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
+
+    async def _load_policies(self) -> None:
+        for policy in self._config.policies or self._settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
-            policies[policy] = await asyncio.to_thread(
-                load_policy, policy, settings, config, emissions.on_tokens, owner=replica_id
+            loaded = await asyncio.to_thread(
+                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id
             )
-            await policies[policy].served.engine.start()
-            if (relay := policies[policy].relay) is not None:
-                relays[policy] = relay
-        async with channel(orchestrator, Peer.ORCHESTRATOR) as connection:
-            incarnation = uuid.uuid4().hex
-            sender = TrajectorySender(
-                pool_pb2_grpc.PoolServiceStub(connection), replica_id=replica_id, incarnation=incarnation
-            )
-            player = RolloutPlayer(
-                workflows=workflows,
-                policies={policy: loaded.served for policy, loaded in policies.items()},
-                gateway=gateway,
-                sink=sender,
-                replica_id=replica_id,
-                num_slots=config.num_slots,
-                infra_retries=settings.recipe.rollout.infra_retries,
-                account=account,
-                endpoint=endpoint,
-                timed=settings.recipe.rollout.timing,
-            )
-            replica = Replica(
-                policies=policies,
-                player=player,
-                gateway=gateway,
-                emissions=emissions,
-                account=account,
-                more_accounts=(sender.account,),
-                gateway_state=gateway_watch.state,
-            )
-            server.set_accounts(replica.accounts)
-            weights_address = server.address if relays and _is_reached_at(config.host, orchestrator) else ""
-            identity = ReplicaIdentity(
-                replica_id=replica_id,
-                incarnation=incarnation,
-                num_slots=config.num_slots,
-                labels={"host": socket.gethostname(), "engine": config.engine},
-                weights_address=weights_address,
-            )
-            pool = PoolClient(connection, identity, replica)
-            server.set_gauges(
-                lambda: _gauges(player, sender, policies),
-                lambda: {"engine": config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
-            )
-            await _serve(replica, player, sender, pool, policies, server, gateway_watch)
-    finally:
-        watchdog.stop()
-        if endpoint is not None:
-            await endpoint.stop()
-        await gateway.stop()
-        for loaded in policies.values():
-            await loaded.served.engine.stop()
-        await server.stop()
+            self._policies[policy] = loaded
+            await loaded.served.engine.start()
+            if loaded.relay is not None:
+                self._relays[policy] = loaded.relay
+
+    async def _play(self, connection: grpc.aio.Channel) -> None:
+        """Join the pool and play, until drained, told to stop, or a failure."""
+        incarnation = uuid.uuid4().hex
+        rollout = self._settings.recipe.rollout
+        sender = TrajectorySender(
+            pool_pb2_grpc.PoolServiceStub(connection), replica_id=self._replica_id, incarnation=incarnation
+        )
+        player = RolloutPlayer(
+            workflows=self._workflows,
+            policies={policy: loaded.served for policy, loaded in self._policies.items()},
+            gateway=self._gateway,
+            sink=sender,
+            replica_id=self._replica_id,
+            num_slots=self._config.num_slots,
+            infra_retries=rollout.infra_retries,
+            account=self._account,
+            endpoint=self._endpoint,
+            timed=rollout.timing,
+        )
+        replica = Replica(
+            policies=self._policies,
+            player=player,
+            gateway=self._gateway,
+            emissions=self._emissions,
+            account=self._account,
+            more_accounts=(sender.account,),
+            gateway_state=self._gateway_watch.state,
+        )
+        self._server.set_accounts(replica.accounts)
+        self._server.set_gauges(
+            lambda: gauges(player, sender, self._policies),
+            lambda: {"engine": self._config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
+        )
+        pool = PoolClient(connection, self._identity(incarnation), replica)
+        await self._until_done(replica, player, sender, pool)
+
+    def _identity(self, incarnation: str) -> ReplicaIdentity:
+        is_reached = self._relays and _is_reached_at(self._config.host, self._orchestrator)
+        return ReplicaIdentity(
+            replica_id=self._replica_id,
+            incarnation=incarnation,
+            num_slots=self._config.num_slots,
+            labels={"host": socket.gethostname(), "engine": self._config.engine},
+            weights_address=self._server.address if is_reached else "",
+        )
+
+    async def _until_done(
+        self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient
+    ) -> None:
+        async with TaskOwner() as tasks:
+            for policy, loaded in self._policies.items():
+                tasks.start(loaded.weights.run(), f"weights of {policy}")
+            tasks.start(sender.run(), "trajectories")
+            tasks.start(replica.watch_engines(), "engines")
+            tasks.start(self._gateway_watch.run(), "gateway watch")
+            membership = tasks.start(pool.run(), "pool membership")
+            drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
+            stop = tasks.start(self._server.wait_for_stop(), "stop signal")
+            failed = tasks.start(tasks.failed(), "first failure")
+            self._server.set_ready()
+            try:
+                done, _ = await asyncio.wait({membership, drained, stop, failed}, return_when=asyncio.FIRST_COMPLETED)
+                if stop in done and failed not in done:
+                    await _stop_playing(player, sender)
+                for task in done:
+                    task.result()
+                pool.leave()
+                async with deadline(STOP_TIMEOUT_S + 1.0, "the last report to the orchestrator"):
+                    await membership
+            finally:
+                await player.close()
+
+
+def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
+    if config.endpoint.port is None:
+        return None
+    from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
+
+    return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
 
 
 def _is_reached_at(host: str, orchestrator: str) -> bool:
@@ -170,43 +237,13 @@ def _is_reached_at(host: str, orchestrator: str) -> bool:
     return not is_loopback(host) or is_loopback(host_of(orchestrator))
 
 
-async def _serve(
-    replica: Replica,
-    player: RolloutPlayer,
-    sender: TrajectorySender,
-    pool: PoolClient,
-    policies: Mapping[str, LoadedPolicy],
-    server: Server,
-    gateway_watch: PeerWatch,
-) -> None:
-    async with TaskOwner() as tasks:
-        for policy, loaded in policies.items():
-            tasks.start(loaded.weights.run(), f"weights of {policy}")
-        tasks.start(sender.run(), "trajectories")
-        tasks.start(replica.watch_engines(), "engines")
-        tasks.start(gateway_watch.run(), "gateway watch")
-        membership = tasks.start(pool.run(), "pool membership")
-        drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
-        stop = tasks.start(server.wait_for_stop(), "stop signal")
-        failed = tasks.start(tasks.failed(), "first failure")
-        server.set_ready()
-        try:
-            done, _ = await asyncio.wait({membership, drained, stop, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if stop in done and failed not in done:
-                await player.close()
-                try:
-                    await sender.wait_until_acknowledged(STOP_TIMEOUT_S)
-                except DeadlineError as error:
-                    log.warning(
-                        "replica.stopped_with_records", unacknowledged=sender.num_unacknowledged, error=error.message
-                    )
-            for task in done:
-                task.result()
-            pool.leave()
-            async with deadline(STOP_TIMEOUT_S + 1.0, "the last report to the orchestrator"):
-                await membership
-        finally:
-            await player.close()
+async def _stop_playing(player: RolloutPlayer, sender: TrajectorySender) -> None:
+    """End what is being played; what was finished is acknowledged if that does not take long."""
+    await player.close()
+    try:
+        await sender.wait_until_acknowledged(STOP_TIMEOUT_S)
+    except DeadlineError as error:
+        log.warning("replica.stopped_with_records", unacknowledged=sender.num_unacknowledged, error=error.message)
 
 
 async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: TrajectorySender) -> None:
@@ -215,33 +252,3 @@ async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: 
     await player.wait_until_idle()
     await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)
     log.info("replica.drained")
-
-
-def _gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:
-    counters = player.counters
-    health = {policy: loaded.served.engine.health() for policy, loaded in policies.items()}
-    return {
-        "slots": player.num_slots,
-        "free_slots": player.num_free_slots,
-        "running_rollouts": player.num_running,
-        "unacknowledged_records": sender.num_unacknowledged,
-        "trajectories": counters.trajectories,
-        "failures": counters.failures,
-        "retries": counters.retries,
-        "cancelled": counters.cancelled,
-        "record_streams": sender.num_streams,
-        **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
-        **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
-        **{f"requests_running/{policy}": found.running for policy, found in health.items()},
-        **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},
-        **{f"version_{policy}": loaded.weights.held().number for policy, loaded in policies.items()},
-        **{
-            f"weights/{policy}/{k}": v
-            for policy, loaded in policies.items()
-            for k, v in loaded.weights.gauges().items()
-        },
-    }
-
-
-def _short(outcome: str) -> str:
-    return outcome.removeprefix("RECORD_OUTCOME_").lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 
 from services.orchestrator.config import parse
@@ -12,8 +13,9 @@ def run() -> int:
 
     import asyncio
 
+    from services.common.disk import says_full
     from services.common.errors import UserError
-    from services.common.process import die_with_parent_if_asked
+    from services.common.process import START_AGAIN, die_with_parent_if_asked
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.orchestrator.app import main
@@ -25,6 +27,11 @@ def run() -> int:
     except UserError as error:
         sys.stderr.write(f"orchestrator: {error.message}\n")
         return 2
+    except (OSError, sqlite3.OperationalError) as error:
+        if not says_full(error):
+            raise
+        sys.stderr.write(f"orchestrator: no free disk: {error}; started again, it waits for room\n")
+        return START_AGAIN
     return 0
 
 

@@ -1,6 +1,6 @@
 """Wiring: run directory -> journal -> recovered ring -> server -> the run's life -> exit.
 
-lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
+room on the disk, lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from services.orchestrator.config import Settings
 from services.orchestrator.datasets import TaskSource, open_source
 from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS
 from services.orchestrator.prompt_length import with_short_prompts
 from services.orchestrator.recovery import recover
 from services.orchestrator.ring import Ring
+from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
 from services.orchestrator.servicer_run import RunServicer
 from services.orchestrator.servicer_training import TrainingServicer
@@ -52,6 +54,7 @@ async def main(settings: Settings) -> None:
     """Serve one run until it has ended, or SIGTERM; raises UserError for what cannot be used."""
     recipe = load_resolved(settings.run_dir)
     check_keys_are_there(recipe.needs_keys, identity.current())
+    await wait_for_room(settings.run_dir)
     with RunLock(settings.lock_file):
         logs.configure("orchestrator", settings.run_dir)
         logs.bind(run=recipe.run.id)
@@ -78,30 +81,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
     recover(ring, reader)
     reader.close()
-    counted_before = dict(ring.counters)
-    port = recipe.orchestrator.port if settings.port is None else settings.port
-    server = Server(
-        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
-    )
-    runs = RunServicer(ring)
-    pool = PoolServicer(ring, _gateway_address(recipe))
-    server.add(
-        pool_pb2_grpc.add_PoolServiceServicer_to_server,
-        pool,
-        "millrace.v1.PoolService",
-    )
-    server.add(
-        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
-    )
-    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
-    server.set_gauges(
-        lambda: gauges(ring, tasks_to_train, counted_before),
-        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
-    )
-    server.set_accounts(lambda: [ring.standing.account.state()])
-    server.on_stop(runs.closing.set)
-    server.on_stop(pool.closing.set)
-    server.on_stop(ring.close)
+    server = _server(ring, recipe, settings, tasks_to_train)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
@@ -126,6 +106,31 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             await server.stop()
             await journal.close()
             ring.metrics.close()
+
+
+def _server(ring: Ring, recipe: Recipe, settings: Settings, tasks_to_train: TaskSource) -> Server:
+    """The three services over the recovered ring, not started yet."""
+    counted_before = dict(ring.counters)
+    port = recipe.orchestrator.port if settings.port is None else settings.port
+    server = Server(
+        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
+    )
+    runs = RunServicer(ring)
+    pool = PoolServicer(ring, _gateway_address(recipe))
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
+    server.add(
+        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
+    )
+    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
+    server.set_gauges(
+        lambda: gauges(ring, tasks_to_train, counted_before),
+        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
+    )
+    server.set_accounts(lambda: [ring.standing.account.state()])
+    server.on_stop(runs.closing.set)
+    server.on_stop(pool.closing.set)
+    server.on_stop(ring.close)
+    return server
 
 
 def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None]) -> None:

@@ -23,8 +23,9 @@ from services.orchestrator.buffer.split import rank_share
 from services.orchestrator.experience import Experience
 from services.orchestrator.groups import AdvantageGroup, GroupBy, Member, group_key, split_sequence_id
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.writer import Journal
 
 log = structlog.get_logger()
 

@@ -18,24 +18,23 @@ from collections.abc import Callable, Iterable, Mapping
 import structlog
 
 from services.common.config.data import EvaluationConfig
-from services.common.types import TaskGroupOrder, WeightVersion
+from services.common.types import TaskGroupOrder
 from services.orchestrator.admission import Admission
-from services.orchestrator.commands import AnnounceVersion, CancelGroup, PlayGroup
+from services.orchestrator.announcer import Announcer
+from services.orchestrator.commands import CancelGroup, PlayGroup
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.evaluators import Evaluators
 from services.orchestrator.experience import Experience
-from services.orchestrator.fanout import FanOut, Receiver
+from services.orchestrator.fanout import FanOut
 from services.orchestrator.groups import TaskGroup
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.orders import TrainingOrders
-from services.orchestrator.pool import Held, Replica, ReplicaPool
+from services.orchestrator.pool import Replica, ReplicaPool
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
-
-ANNOUNCE_AGAIN_S = 15.0  # a replica that still holds something else is told again
 
 
 class Dispatcher:
@@ -67,8 +66,7 @@ class Dispatcher:
         )
         self._journal = journal
         self._counters = counters
-        self._fanout = fanout
-        self._clock = clock
+        self.announcer = Announcer(pool, ledgers, self.evaluators, fanout, counters, clock)
         self._orphans: dict[str, None] = {}  # task groups with open slots that nobody plays, in order
         self._scheduled = False
         self.train = False  # training groups may be issued
@@ -200,14 +198,8 @@ class Dispatcher:
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
         self._pool.assign(replica, group.id, group.order.indices, group.order.required_versions)
-        record = GroupRecord(
-            order=group.order,
-            position=group.position,
-            evaluation=group.evaluation,
-            replica_id=replica.replica_id,
-            incarnation=replica.incarnation,
-        )
         self._counters["task_groups_issued"] += 1
+        record = _record(group, replica.replica_id, replica.incarnation)
         durable = self._send_when_durable(group.id)
         self._journal.submit(records.GROUP, group.id, lambda: records.group_to_json(record), durable)
 
@@ -229,9 +221,7 @@ class Dispatcher:
     def issue_unplayed(self, group: TaskGroup) -> None:
         """Journal a task group that no replica will get."""
         self._groups[group.id] = group
-        record = GroupRecord(
-            order=group.order, position=group.position, evaluation=group.evaluation, replica_id="", incarnation=""
-        )
+        record = _record(group, replica_id="", incarnation="")
         self._journal.submit(records.GROUP, group.id, lambda: records.group_to_json(record))
 
     # --- choosing ----------------------------------------------------------------------------------------------------
@@ -266,11 +256,11 @@ class Dispatcher:
             return f"no replica holds a version{named} that the ledger knows and that is new enough"
         return f"no replica has {num_slots} free slots"
 
-    # --- what replicas are told --------------------------------------------------------------------------------------
+    # --- who is back -------------------------------------------------------------------------------------------------
 
     def rejoined(self, replica: Replica) -> None:
         """A stream of the replica began: send what is still wanted of it, and what it should hold."""
-        self.sync_versions(replica)
+        self.announcer.sync(replica)
         for name, assignment in replica.assignments.items():
             if assignment.issued:
                 self._send(replica, name)
@@ -285,50 +275,9 @@ class Dispatcher:
                 self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
             elif name in self._orphans:
                 del self._orphans[name]
+                group.num_lost = max(0, group.num_lost - 1)  # nobody was lost: only the link to it was, for a while
                 self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
                 replica.assignments[name].issued = True
-
-    def sync_versions(self, replica: Replica, *, again: bool = False) -> None:
-        """Tell a replica the newest version of each policy that it does not hold, unless an evaluation pins it."""
-        now = self._clock()
-        for policy, held in replica.held.items():
-            newest = self._ledgers[policy].newest if policy in self._ledgers else None
-            if newest is None or (held.number == newest.number and held.digest == newest.digest):
-                continue
-            if self.evaluators.pinned_version(replica, policy) == held.number:
-                continue
-            told, when = replica.announced.get(policy, (-1, 0.0))
-            if told == newest.number and now - when < ANNOUNCE_AGAIN_S and not again:
-                continue
-            # With another version on its way it would move on in the middle of the evaluation that it is awaited for.
-            awaited = self.evaluators.awaited_version(replica, policy)
-            is_on_its_way = replica.is_moving(policy) and now - when < ANNOUNCE_AGAIN_S
-            if awaited is not None and (is_on_its_way or held.number >= awaited):
-                continue
-            if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
-                self._counters["wrong_digest_held"] += 1
-            replica.announced[policy] = (newest.number, now)
-            self._pool.send(replica, self._announcement(replica, newest))
-
-    def plan_fetches(self, policy: str) -> None:
-        """A version of a policy was published: decide who fetches it from whom, before anybody is told."""
-        receivers = [
-            Receiver(replica_id=r.replica_id, address=r.weights_address, base=(held.number, held.digest))
-            for r in self._pool
-            if r.takes_work
-            and (held := r.held.get(policy)) is not None
-            and self.evaluators.pinned_version(r, policy) is None
-        ]
-        self._fanout.published(policy, receivers)
-
-    def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
-        plan = self._fanout.take_plan(newest.policy, replica.replica_id)
-        if plan is not None:
-            return AnnounceVersion(newest, plan)
-        current = Held(newest.number, newest.digest)
-        holders = [r.weights_address for r in self._pool if r.takes_work and r.held.get(newest.policy) == current]
-        sources = self._fanout.sources(newest, replica.weights_address, holders)
-        return AnnounceVersion(dataclasses.replace(newest, sources=sources))
 
     # --- what comes back ---------------------------------------------------------------------------------------------
 
@@ -348,7 +297,17 @@ class Dispatcher:
         replica = self._pool.release(name)
         if replica is not None:
             self._pool.send(replica, CancelGroup(name, reason))
-            self.sync_versions(replica)
+            self.announcer.sync(replica)
+
+
+def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
+    return GroupRecord(
+        order=group.order,
+        position=group.position,
+        evaluation=group.evaluation,
+        replica_id=replica_id,
+        incarnation=incarnation,
+    )
 
 
 def _freest(replicas: Iterable[Replica]) -> Replica | None:

@@ -16,7 +16,7 @@ from services.orchestrator.ingest import Ingest
 
 log = structlog.get_logger()
 
-MAX_LOST = 5  # leases that may end under a task group before its open slots are given up
+MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
 
 
 class GivingUp:

@@ -27,7 +27,7 @@ class TaskGroup:
     position: int = -1  # in the curriculum, or in the evaluation data
     evaluation: str = ""  # the evaluation pass that it belongs to
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    num_lost: int = 0  # leases that ended while it was being played
+    num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
 
     @property
     def id(self) -> str:
@@ -61,10 +61,6 @@ class TaskGroup:
     def trajectories(self) -> list[Trajectory]:
         """In slot order."""
         return [t for _, t in sorted(self.outcomes.items()) if isinstance(t, Trajectory)]
-
-    @property
-    def num_failures(self) -> int:
-        return sum(isinstance(outcome, RolloutFailure) for outcome in self.outcomes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

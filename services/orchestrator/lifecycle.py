@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from services.orchestrator.commands import LeavePool, StopTraining
 from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
@@ -44,7 +45,15 @@ async def live(ring: Ring) -> None:
         ring.metrics.summary(summary(ring))
     reason = ring.control.stop_reason or "all training steps are done"
     log.info("run.ended", state=ring.control.phase.value, reason=reason)
-    ring.dismiss(reason)
+    _dismiss(ring, reason)
+
+
+def _dismiss(ring: Ring, reason: str) -> None:
+    """The run has ended: trainers and replicas may leave."""
+    ring.trainers.send_all(StopTraining(reason))
+    for replica in ring.pool:
+        replica.draining = True
+        ring.pool.send(replica, LeavePool(reason))
 
 
 async def _phases(ring: Ring) -> None:

@@ -17,7 +17,7 @@ from services.orchestrator.batches import read_fresh_groups
 from services.orchestrator.groups import AdvantageGroup, GroupBy, TaskGroup
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.index import Row
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 

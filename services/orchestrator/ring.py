@@ -1,10 +1,11 @@
-"""The orchestrator's parts put together: what happens when a peer says something.
+"""The orchestrator's parts put together: what each event means for all of them.
 
     replica --record--> Ingest --durable--> Experience / Evaluations --> Batches --> trainer
        ^                                                                               |
        '------------------ Dispatcher <----- VersionLedger <---------version-----------'
 
-The parts do not know the ring; it passes them what they need and reacts to what they report. Knows nothing about grpc.
+The parts do not know the ring; it passes them what they need and reacts to what they report. What peers ask of it is in
+``replica_side`` and ``trainer_side``. Knows nothing about grpc.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
 
-from services.common.accounts import AccountState, PeerState
 from services.common.config.recipe import Recipe
-from services.common.errors import InvalidRequestError, StateError, UnknownPolicyError
+from services.common.errors import StateError
 from services.common.types import WeightVersion
-from services.orchestrator.batches import Batch, Batches
-from services.orchestrator.commands import LeavePool, PauseTraining, ResumeTraining, StopTraining
+from services.orchestrator.batches import Batches
+from services.orchestrator.commands import PauseTraining, ResumeTraining
 from services.orchestrator.curation import AcceptAll, build_curation
 from services.orchestrator.curriculum import Curriculum
 from services.orchestrator.datasets import TaskSource
@@ -34,15 +34,16 @@ from services.orchestrator.giving_up import GivingUp
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import EvaluationResult, Verdict
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
-from services.orchestrator.pool import Held, Hello, Replica, ReplicaPool
+from services.orchestrator.pool import Replica, ReplicaPool
 from services.orchestrator.run_control import RunControl
 from services.orchestrator.stalls.standing import Standing
-from services.orchestrator.timeline import Stretch, Timeline
-from services.orchestrator.trainers import Trainer, TrainerLeases
+from services.orchestrator.timeline import Timeline
+from services.orchestrator.trainers import TrainerLeases
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
@@ -124,7 +125,6 @@ class Ring:
         )
         self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
-        self._publishing = {policy: asyncio.Lock() for policy in recipe.policies}
         self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -136,66 +136,6 @@ class Ring:
             self._changed.clear()
             await self._changed.wait()
 
-    # --- replicas ----------------------------------------------------------------------------------------------------
-
-    def join_replica(self, hello: Hello) -> Replica:
-        replica = self.pool.join(hello)
-        self.standing.lost.pop(f"replica/{hello.replica_id}", None)
-        log.info("replica.joined", replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots)
-        self._adopt_checkpoints(hello.held)
-        self.dispatcher.adopt(replica, hello.running)
-        self.dispatcher.rejoined(replica)
-        if self.control.ended:
-            self.pool.send(replica, LeavePool(f"the run has {self.control.phase.value}"))
-        elif replica.draining:
-            self.pool.send(replica, LeavePool("draining"))
-        return replica
-
-    def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
-        """A run that only evaluates has no trainer to publish version 0: the first replica says what it loaded, and every
-        other must hold the same."""
-        for policy, found in held.items() if not self.num_steps else ():
-            if policy in self.ledgers and self.ledgers[policy].newest is None and found.number == 0:
-                self._adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
-
-    def _adopt(self, version: WeightVersion) -> None:
-        self.journal.submit(records.VERSION, f"{version.policy}/0", lambda: records.version_to_json(version, 0, {}))
-        self.apply_version(version, {})
-        self._changed.set()
-
-    def report_replica(
-        self,
-        replica_id: str,
-        incarnation: str,
-        *,
-        held: Mapping[str, Held],
-        num_tokens: int,
-        emission: Iterable[Stretch],
-        gauges: Mapping[str, float],
-        running: Iterable[str] | None = None,
-        accounts: tuple[AccountState, ...] = (),
-        peers: tuple[PeerState, ...] = (),
-    ) -> None:
-        replica = self.pool.report(
-            replica_id,
-            incarnation,
-            held=held,
-            num_tokens=num_tokens,
-            gauges=gauges,
-            running=running,
-            accounts=accounts,
-            peers=peers,
-        )
-        self.timeline.emitted(replica_id, emission)
-        self.dispatcher.sync_versions(replica)
-        self.dispatcher.schedule()
-
-    def replica_lost(self, replica: Replica) -> None:
-        """A replica's lease ran out."""
-        self.counters["replica_leases_lost"] += 1
-        self.standing.lost[f"replica/{replica.replica_id}"] = self.clock()
-        self.dispatcher.schedule()
-
     # --- records -----------------------------------------------------------------------------------------------------
 
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
@@ -206,7 +146,7 @@ class Ring:
         if group.is_training and group.complete:
             self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
-            self.dispatcher.sync_versions(replica)  # it may move on to newer weights
+            self.dispatcher.announcer.sync(replica)  # it may move on to newer weights
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
@@ -243,80 +183,7 @@ class Ring:
             self.dispatcher.cancel(group.id, reason)
             self._closed(group.id, reason)
 
-    # --- trainers ----------------------------------------------------------------------------------------------------
-
-    def policy(self, name: str) -> str:
-        if name not in self.ledgers:
-            raise UnknownPolicyError(f"no policy {name!r} in this run; it has {', '.join(self.ledgers)}")
-        return name
-
-    def join_trainer(
-        self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
-    ) -> Trainer:
-        trainer = self.trainers.join(self.policy(policy), incarnation, num_ranks, recovered_version, labels)
-        log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
-        self.standing.lost.pop(f"trainer/{policy}", None)
-        self.experience.admission.absent.discard(policy)
-        assert trainer.mailbox is not None
-        if self.control.ended:
-            trainer.mailbox.put(StopTraining(f"the run has {self.control.phase.value}"))
-        elif self.control.paused:
-            trainer.mailbox.put(PauseTraining())
-        return trainer
-
-    def trainer_lost(self, policy: str) -> None:
-        """The trainer of a policy is gone: the others go on without it."""
-        self.standing.lost[f"trainer/{policy}"] = self.clock()
-        self.counters["trainer_leases_lost"] += 1
-        self.experience.admission.absent.add(policy)
-        self.dispatcher.schedule()
-
-    def _may_begin(self, training_step: int) -> bool:
-        """Whether the recipe lets any policy begin this step by now."""
-        behind = training_step - 1
-        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.ledgers.values())
-
-    async def pull_batch(self, policy: str, training_step: int, timeout_s: float) -> Batch:
-        if training_step > self.num_steps:
-            raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {self.num_steps} steps")
-        return await self.batches[self.policy(policy)].get(training_step, timeout_s)
-
-    async def publish(
-        self,
-        version: WeightVersion,
-        incarnation: str,
-        *,
-        metrics: Mapping[str, float],
-        compute: Iterable[Stretch],
-        checkpoint_step: int,
-    ) -> int:
-        """Record a version in the ledger and tell the replicas; returns the newest number.
-
-        Raises:
-            VersionConflictError, LeaseLostError, InvalidRequestError
-        """
-        policy = self.policy(version.policy)
-        ledger = self.ledgers[policy]
-        async with self._publishing[policy]:
-            trainer = self.trainers.check(policy, incarnation)
-            if trainer is not None:
-                trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
-            stretches = list(compute)
-            self.timeline.computed(policy, stretches)
-            is_new = ledger.check(version)
-            if version.number > self.num_steps:
-                raise InvalidRequestError(f"version {version.number} of {policy}: the run has {self.num_steps} steps")
-            if is_new or ledger.get(version.number) != version:
-                await self.journal.append(
-                    records.VERSION,
-                    f"{policy}/{version.number}",
-                    lambda: records.version_to_json(version, checkpoint_step, metrics, stretches),
-                    apply=lambda: self.apply_version(version, metrics),
-                )
-                self._announce(policy, is_new)
-            if is_new:
-                self._write_step(version, metrics, sum(end - begin for begin, end in stretches))
-        return ledger.newest_number
+    # --- versions ----------------------------------------------------------------------------------------------------
 
     def apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         """What a durable version means; also used when recovering."""
@@ -328,34 +195,42 @@ class Ring:
             if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()
 
-    def _announce(self, policy: str, is_new: bool) -> None:
+    def adopt_version(self, version: WeightVersion) -> None:
+        """Take a version 0 that nobody publishes for the newest."""
+        self.journal.submit(records.VERSION, f"{version.policy}/0", lambda: records.version_to_json(version, 0, {}))
+        self.apply_version(version, {})
+        self._changed.set()
+
+    def announce(self, policy: str, is_new: bool) -> None:
+        """Tell the replicas of a policy's newest version, or (not ``is_new``) that its sources have changed."""
         if is_new:
-            self.dispatcher.plan_fetches(policy)
+            self.dispatcher.announcer.plan_fetches(policy)
         for replica in self.pool:
-            self.dispatcher.sync_versions(replica, again=not is_new)
+            self.dispatcher.announcer.sync(replica, again=not is_new)
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
         self._changed.set()
 
-    def _write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
-        policy, step = version.policy, version.number
-        log.info("version.published", policy=policy, version=step, digest=version.digest)
-        if step == 0:
-            return
-        statistics = dict(self.batches[policy].statistics.pop(step, {}))
-        if "reward_mean" not in statistics and "batch_reward_mean" in statistics:
-            statistics["reward_mean"] = statistics["batch_reward_mean"]  # no trajectory came in since the step before
-        values = {
-            **statistics,
-            **{f"trainer/{name}": value for name, value in metrics.items()},
-            **self.training_orders.curation.gauges(),
-            "compute_s": compute_s,
-            "elapsed_s": time.time() - self.started_at,
-        }
-        self.last_metrics[policy] = values
-        self.metrics.training_step(policy, step, values)
-        self.write_state()
+    def _may_begin(self, training_step: int) -> bool:
+        """Whether the recipe lets any policy begin this step by now."""
+        behind = training_step - 1
+        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.ledgers.values())
+
+    # --- who has gone ------------------------------------------------------------------------------------------------
+
+    def replica_lost(self, replica: Replica) -> None:
+        """A replica's lease ran out."""
+        self.counters["replica_leases_lost"] += 1
+        self.standing.lost[f"replica/{replica.replica_id}"] = self.clock()
+        self.dispatcher.schedule()
+
+    def trainer_lost(self, policy: str) -> None:
+        """The trainer of a policy is gone: the others go on without it."""
+        self.standing.lost[f"trainer/{policy}"] = self.clock()
+        self.counters["trainer_leases_lost"] += 1
+        self.experience.admission.absent.add(policy)
+        self.dispatcher.schedule()
 
     # --- evaluations and run control ---------------------------------------------------------------------------------
 
@@ -419,13 +294,6 @@ class Ring:
             "timeline": records.pairs(self.timeline.totals()),
         }
         self.journal.submit(records.STATE, "", lambda: state)
-
-    def dismiss(self, reason: str) -> None:
-        """The run has ended: trainers and replicas may leave."""
-        self.trainers.send_all(StopTraining(reason))
-        for replica in self.pool:
-            replica.draining = True
-            self.pool.send(replica, LeavePool(reason))
 
     def close(self) -> None:
         """End all streams, so that the server can stop."""

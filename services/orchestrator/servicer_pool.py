@@ -21,6 +21,7 @@ from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePo
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import INVALID_RECORD, RecordOutcome
 from services.orchestrator.pool import Held, Hello
+from services.orchestrator.replica_side import ReplicaSide
 from services.orchestrator.ring import Ring
 
 log = structlog.get_logger()
@@ -40,6 +41,7 @@ _OUTCOME = {
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     def __init__(self, ring: Ring, envgateway_address: str) -> None:
         self._ring = ring
+        self._side = ReplicaSide(ring)
         self._envgateway_address = envgateway_address
         self.closing = asyncio.Event()
 
@@ -50,7 +52,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             raise InvalidRequestError("replica_id and incarnation must be set")
         if request.num_slots < 1:
             raise InvalidRequestError(f"num_slots is {request.num_slots}; it must be 1 or more")
-        replica = self._ring.join_replica(
+        replica = self._side.join(
             Hello(
                 replica_id=request.replica_id,
                 incarnation=request.incarnation,
@@ -96,7 +98,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def ReportReplica(
         self, request: pool_pb2.ReportReplicaRequest, context: Context
     ) -> pool_pb2.ReportReplicaResponse:
-        self._ring.report_replica(
+        self._side.report(
             request.replica_id,
             request.incarnation,
             held={held.policy: Held(held.number, held.digest) for held in request.held_versions},

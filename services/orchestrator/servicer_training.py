@@ -20,6 +20,7 @@ from services.orchestrator.commands import (
     TrainerCommand,
 )
 from services.orchestrator.ring import Ring
+from services.orchestrator.trainer_side import TrainerSide
 
 log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ PULL_MARGIN_S = 0.5
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._side = TrainerSide(ring)
 
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
@@ -39,8 +41,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if not request.incarnation:
             raise InvalidRequestError("incarnation must be set")
         ring = self._ring
-        newest = ring.ledgers[ring.policy(request.policy)].newest
-        trainer = ring.join_trainer(
+        trainer = self._side.join(
             request.policy,
             request.incarnation,
             max(request.num_ranks, 1),
@@ -49,6 +50,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
+        newest = ring.ledgers[request.policy].newest
         try:
             yield training_pb2.JoinTrainingResponse(
                 welcome=training_pb2.TrainingWelcome(
@@ -68,13 +70,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
-        policy = self._ring.policy(request.policy)
         accounts = tuple(account_from_proto(account) for account in request.accounts)
         if request.rank > 0:
-            self._ring.trainers.report_rank(policy, request.rank, accounts)
+            self._ring.trainers.report_rank(request.policy, request.rank, accounts)
             return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
         self._ring.trainers.report(
-            policy,
+            request.policy,
             request.incarnation,
             training_step=request.training_step,
             state=request.state,
@@ -95,7 +96,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             )
         remaining = context.time_remaining()
         wait_s = PULL_WAIT_S if remaining is None else max(0.1, min(PULL_WAIT_S, remaining - PULL_MARGIN_S))
-        batch = await self._ring.pull_batch(request.policy, request.training_step, wait_s)
+        batch = await self._side.pull_batch(request.policy, request.training_step, wait_s)
         log.info(
             "batch.pulled",
             policy=request.policy,
@@ -123,7 +124,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     ) -> training_pb2.PublishVersionResponse:
         if request.version.run_id and request.version.run_id != self._ring.run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._ring.run_id!r}")
-        newest = await self._ring.publish(
+        newest = await self._side.publish(
             serde.weight_version_from_proto(request.version),
             request.incarnation,
             metrics=dict(request.metrics),

@@ -1,6 +1,6 @@
 """When trainers computed and replicas emitted tokens: how much of it happened at the same time.
 
-Works on stretches of wall-clock time as peers report them. Stretches older than ``LIVE_S`` are folded into totals, so a
+Works on intervals of wall-clock time as peers report them. Intervals older than ``LIVE_S`` are folded into totals, so a
 long run keeps little. Pure; time is passed in.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-Stretch = tuple[float, float]  # begin, end: seconds since the epoch
+from services.common.types import Interval
 
 LIVE_S = 120.0
 
 
-def merge(stretches: Iterable[Stretch]) -> list[Stretch]:
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
     """Disjoint, in order.
 
     >>> merge([(3, 4), (0, 2), (1, 3)])
     [(0, 4)]
     """
-    merged: list[Stretch] = []
-    for begin, end in sorted(s for s in stretches if s[1] > s[0]):
+    merged: list[Interval] = []
+    for begin, end in sorted(i for i in intervals if i[1] > i[0]):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -28,16 +28,16 @@ def merge(stretches: Iterable[Stretch]) -> list[Stretch]:
     return merged
 
 
-def clip(stretches: Iterable[Stretch], begin: float, end: float) -> list[Stretch]:
-    return [(max(b, begin), min(e, end)) for b, e in stretches if e > begin and b < end]
+def clip(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    return [(max(b, begin), min(e, end)) for b, e in intervals if e > begin and b < end]
 
 
-def length(stretches: Iterable[Stretch]) -> float:
-    """Of disjoint stretches."""
-    return sum(end - begin for begin, end in stretches)
+def length(intervals: Iterable[Interval]) -> float:
+    """Of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
 
 
-def overlap(left: list[Stretch], right: list[Stretch]) -> float:
+def overlap(left: list[Interval], right: list[Interval]) -> float:
     """Seconds that lie in both; each list is disjoint and in order."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
@@ -51,14 +51,14 @@ def overlap(left: list[Stretch], right: list[Stretch]) -> float:
 
 class Timeline:
     def __init__(self) -> None:
-        self._compute: dict[str, list[Stretch]] = {}  # by policy
-        self._emission: dict[str, list[Stretch]] = {}  # by replica
+        self._compute: dict[str, list[Interval]] = {}  # by policy
+        self._emission: dict[str, list[Interval]] = {}  # by replica
         self._settled_until = 0.0
         self._compute_s = 0.0  # settled
         self._overlap_s = 0.0
 
     def totals(self) -> dict[str, float]:
-        """What ``restore`` needs; stretches still live are counted in."""
+        """What ``restore`` needs; intervals still live are counted in."""
         compute, both = self._live()
         return {"compute_s": self._compute_s + compute, "overlap_s": self._overlap_s + both}
 
@@ -66,11 +66,11 @@ class Timeline:
         self._compute_s = totals.get("compute_s", 0.0)
         self._overlap_s = totals.get("overlap_s", 0.0)
 
-    def computed(self, policy: str, stretches: Iterable[Stretch]) -> None:
-        _add(self._compute, policy, clip(stretches, self._settled_until, float("inf")))
+    def computed(self, policy: str, intervals: Iterable[Interval]) -> None:
+        _add(self._compute, policy, clip(intervals, self._settled_until, float("inf")))
 
-    def emitted(self, replica_id: str, stretches: Iterable[Stretch]) -> None:
-        _add(self._emission, replica_id, clip(stretches, self._settled_until, float("inf")))
+    def emitted(self, replica_id: str, intervals: Iterable[Interval]) -> None:
+        _add(self._emission, replica_id, clip(intervals, self._settled_until, float("inf")))
 
     @property
     def overlap_share(self) -> float:
@@ -94,17 +94,17 @@ class Timeline:
                     del table[name]
 
     def _live(self, until: float = float("inf")) -> tuple[float, float]:
-        emission = merge(s for stretches in self._emission.values() for s in stretches)
+        emission = merge(i for intervals in self._emission.values() for i in intervals)
         emission = clip(emission, 0.0, until)
         compute_s = overlap_s = 0.0
-        for stretches in self._compute.values():
-            compute = clip(stretches, 0.0, until)
+        for intervals in self._compute.values():
+            compute = clip(intervals, 0.0, until)
             compute_s += length(compute)
             overlap_s += overlap(compute, emission)
         return compute_s, overlap_s
 
 
-def _add(table: dict[str, list[Stretch]], name: str, stretches: list[Stretch]) -> None:
-    merged = merge([*table.get(name, []), *stretches])
-    if merged:  # stretches without length leave nothing
+def _add(table: dict[str, list[Interval]], name: str, intervals: list[Interval]) -> None:
+    merged = merge([*table.get(name, []), *intervals])
+    if merged:  # intervals without length leave nothing
         table[name] = merged

@@ -43,10 +43,15 @@ class TrainerLeases:
     def __iter__(self) -> Iterator[Trainer]:
         return iter([trainer for trainer in self._trainers.values() if trainer is not None])
 
-    def get(self, policy: str) -> Trainer | None:
+    def known(self, policy: str) -> str:
+        """The policy's name, if the run has such a policy; else raises UnknownPolicyError."""
         if policy not in self._trainers:
             raise UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(self._trainers)}")
-        return self._trainers[policy]
+        return policy
+
+    def get(self, policy: str) -> Trainer | None:
+        """The policy's trainer; None while it has none."""
+        return self._trainers[self.known(policy)]
 
     def join(
         self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
@@ -122,10 +127,6 @@ class TrainerLeases:
     def stream_ended(self, trainer: Trainer, mailbox: Mailbox[TrainerCommand]) -> None:
         if trainer.mailbox is mailbox:
             trainer.mailbox = None
-
-    def leave(self, policy: str) -> None:
-        """The trainer has left for good."""
-        self._trainers[policy] = None
 
     def expire(self) -> list[Trainer]:
         now = self._clock()

@@ -37,6 +37,7 @@ class Watch:
         self._counters_written: Mapping[str, int] = {}
         self._collected_step: dict[str, int] = {}
         self._paused_for_failures = False
+        self._paused_without: frozenset[str] = frozenset()  # peers that were silent then
         self._ticked_at: float | None = None
         self._stalls = StallWatch(ring)
 
@@ -99,10 +100,17 @@ class Watch:
         ring.dispatcher.hold("disk", reason)
 
     def _pause_when_all_fails(self) -> None:
-        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first."""
+        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first.
+
+        Where it was a peer that replicas could not reach, as a gateway whose machine is started again, nobody has to say
+        that it is mended: the run goes on when they hear of it.
+        """
         ring = self._ring
         ingest = ring.ingest
         if self._paused_for_failures:
+            if self._paused_without and self._paused_without <= self._peers(silent=False):
+                log.info("run.resumed", reason=f"heard again: {', '.join(sorted(self._paused_without))}")
+                ring.resume()
             if not ring.control.paused:  # somebody resumed
                 ingest.failures_in_a_row = 0
                 self._paused_for_failures = False
@@ -112,14 +120,23 @@ class Watch:
         if ingest.failures_in_a_row < limit or ring.control.paused or ring.control.ended:
             return
         self._paused_for_failures = True
+        self._paused_without = self._peers(silent=True)
         ring.counters["pauses_for_failures"] += 1
         reason = (
             f"the last {ingest.failures_in_a_row} rollouts all failed, the newest with {ingest.last_failure}; "
             "mend it, then `millrace resume`"
         )
+        if self._paused_without:
+            reason += f" (by itself once replicas hear of {', '.join(sorted(self._paused_without))} again)"
         log.error("run.paused", reason=reason)
         ring.dispatcher.hold("failures", reason)  # first, so that this is the reason that people see
         ring.pause()
+
+    def _peers(self, *, silent: bool) -> frozenset[str]:
+        """What replicas depend on: what some of them do not hear of, or what all do that speak of it."""
+        known = [peer for replica in self._ring.pool for peer in replica.peers]
+        unheard = frozenset(peer.component for peer in known if peer.silent_s > 0.0)
+        return unheard if silent else frozenset(peer.component for peer in known) - unheard
 
     def _give_up_overdue(self) -> None:
         """A replica that lives but never brings a rollout to its end loses the task group."""

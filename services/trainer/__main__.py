@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from services.common.errors import MillraceError, UserError
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
+from services.common.logs import quiet_grpc
 from services.common.process import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.trainer.config import parse
 
@@ -14,12 +16,13 @@ def main() -> int:
     settings = parse()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not whoever started torchrun
-    die_with_parent_if_asked()
+        # It was killed and is started again, with ranks that need our ports and files: no step is finished for that.
+        die_with_parent_if_asked(signal.SIGKILL)
+    else:
+        die_with_parent_if_asked()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # read when grpc is imported; failed handshakes are told in our words
+    quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role
     from services.trainer.app import run_trainer
@@ -39,7 +42,7 @@ def main() -> int:
         if not isinstance(error, MillraceError):
             raise
         sys.stderr.write(f"trainer: {error.message}\n")
-        return 1
+        return START_AGAIN if isinstance(error, InfrastructureError | DeadlineError) else 1
     return 0
 
 

@@ -126,9 +126,8 @@ def attend_by_runs(
     for (count, length), q, k, v in zip(
         documents.runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True
     ):
-        q, k, v = (
-            t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v)
-        )  # [count, heads, length, head_dim]
+        # [count, heads, length, head_dim]
+        q, k, v = (t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v))
         output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
     return torch.cat(outputs).unsqueeze(0)

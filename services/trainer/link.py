@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.common.accounts import Activity, TimeAccount
-from services.common.serde import Interval
-from services.common.types import RankBatch, WeightVersion
+from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.loop_thread import LoopThread
 from services.trainer.orchestrator_client import OrchestratorClient
 

@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from services.common.errors import ModelMismatchError, VersionConflictError
-from services.common.types import RankBatch, WeightVersion
+from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
@@ -30,8 +30,6 @@ log = structlog.get_logger()
 
 PAUSE_POLL_S = 0.2
 _GO, _PAUSE, _STOP = 0, 1, 2
-
-Interval = tuple[float, float]  # seconds since the epoch
 
 
 class Link(Protocol):

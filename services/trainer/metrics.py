@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from services.common.types import RankBatch
+from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
 
@@ -68,7 +70,52 @@ class StepMetrics:
         return {**values, **self.algorithm}
 
 
-def mean_of(total: Mapping[str, float], name: str, count: str) -> float:
+def step_metrics(
+    batch: RankBatch,
+    total: Mapping[str, float],
+    updates: Sequence[Update],
+    *,
+    num_micro_batches: int,
+    seconds: float,
+    usage: Mapping[str, float | None],
+) -> StepMetrics:
+    """What a training step says of itself: ``total`` are its sums over all ranks, ``usage`` what ``Usage.metrics`` gives."""
+    applied = [u for u in updates if u.applied]
+    algorithm = {
+        name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
+        for name in total
+        if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
+    } | {name: total[name] / len(updates) for name in total if name.startswith("m2po_")}
+    return StepMetrics(
+        training_step=batch.training_step,
+        loss=total.get("loss", 0.0) / max(len(updates), 1),
+        grad_norm=sum(u.grad_norm for u in updates) / max(len(updates), 1),
+        grad_norm_max=max((u.grad_norm for u in updates), default=0.0),
+        learning_rate=updates[-1].learning_rate if updates else 0.0,
+        updates_applied=len(applied),
+        updates_skipped=len(batch.minibatches) - len(applied),
+        entropy=_mean_of(total, "entropy", "trained_tokens"),
+        kl_reference=_mean_of(total, "kl_reference", "trained_tokens"),
+        mismatch_abs=_mean_of(total, "first_abs", "first_tokens"),
+        mismatch_kl=_mean_of(total, "first_kl", "first_tokens"),
+        mismatch_fresh_abs=_mean_of(total, "fresh_abs", "fresh_tokens"),
+        mismatch_fresh_kl=_mean_of(total, "fresh_kl", "fresh_tokens"),
+        fresh_share=_mean_of(total, "fresh_tokens", "first_tokens"),
+        reward_mean=_mean_of(total, "reward", "sequences"),
+        advantage_abs_mean=_mean_of(total, "advantage_abs", "trained_tokens"),
+        staleness_mean=_mean_of(total, "staleness", "sequences"),
+        num_sequences=int(total["sequences"]),
+        num_tokens=int(total.get("tokens", 0)),
+        num_trained_tokens=int(total.get("trained_tokens", 0)),
+        num_micro_batches=num_micro_batches,
+        seconds=seconds,
+        tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
+        **usage,  # type: ignore[arg-type]
+        algorithm=algorithm,
+    )
+
+
+def _mean_of(total: Mapping[str, float], name: str, count: str) -> float:
     """total[name] / total[count], 0 when nothing was counted."""
     number = total.get(count, 0.0)
     return total.get(name, 0.0) / number if number else 0.0

@@ -66,9 +66,8 @@ class MomentsOnHost:
         if self._stream is None:
             return {p: self._host[p] for p in bucket}
         fetched = {p: {name: torch.empty_like(p) for name in MOMENTS} for p in bucket}
-        self._stream.wait_stream(
-            torch.cuda.current_stream(self._stream.device)
-        )  # their memory may be in use until then
+        # Until then the memory of what was just allocated may be in use.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             for parameter, moments in fetched.items():
                 for name, moment in moments.items():

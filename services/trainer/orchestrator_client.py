@@ -13,13 +13,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 import structlog
 
 from services.common.accounts import AccountState, PeerState
-from services.common.aio import TaskOwner, backoff, deadline
+from services.common.aio import TaskOwner, backoff
 from services.common.errors import (
-    CorruptDataError,
     DeadlineError,
     InfrastructureError,
     LeaseLostError,
@@ -32,22 +30,14 @@ from services.common.rpc.channel import DEADLINES, call_metadata, channel, trans
 from services.common.rpc.refusals import refusal_behind
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.security.roles import Peer
-from services.common.serde import (
-    Interval,
-    interval_to_proto,
-    timestamp_to_proto,
-    totals_from_proto,
-    training_sequence_from_proto,
-    weight_version_to_proto,
-)
+from services.common.serde import interval_to_proto, timestamp_to_proto, weight_version_to_proto
 from services.common.serde_accounts import account_to_proto, peer_to_proto
-from services.common.types import RankBatch, WeightVersion
+from services.common.types import Interval, RankBatch, WeightVersion
+from services.trainer.batch_stream import read_batch
 
 log = structlog.get_logger()
 
 REPORT_EVERY_S = 2.0
-NEXT_PART_S = 30.0  # between two parts of a batch
-FIRST_PART_MARGIN_S = 10.0  # the orchestrator answers by itself after its own deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +204,8 @@ class OrchestratorClient:
             try:
                 with translated_errors(self._peer):
                     await self._report()
-            except (
-                MillraceError
-            ) as error:  # a lost lease or orchestrator ends the stream of commands too, which joins again
+            except MillraceError as error:
+                # A lost lease or orchestrator ends the stream of commands too, which joins again.
                 log.debug("report.failed", error=error.message)
 
     async def _report(self) -> None:
@@ -264,40 +253,14 @@ class OrchestratorClient:
             return None
 
     async def _pull(self, training_step: int, rank: int) -> RankBatch:
-        first_part_s = (DEADLINES["PullBatch"] or 60.0) + FIRST_PART_MARGIN_S
-        call = self._stub.PullBatch(
-            training_pb2.PullBatchRequest(
-                policy=self.policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
-            ),
-            metadata=call_metadata(self._run_id),
+        request = training_pb2.PullBatchRequest(
+            policy=self.policy, training_step=training_step, rank=rank, num_ranks=self._num_ranks
         )
-        header: training_pb2.BatchHeader | None = None
-        sequences = []
+        call = self._stub.PullBatch(request, metadata=call_metadata(self._run_id))
         try:
-            while True:
-                limit = first_part_s if header is None else NEXT_PART_S
-                async with deadline(limit, f"the next part of batch {training_step}"):
-                    response: Any = await call.read()
-                if response is grpc.aio.EOF:
-                    raise CorruptDataError(f"batch {training_step} ended without a footer")
-                part = response.WhichOneof("part")
-                if part == "header":
-                    header = response.header
-                elif part == "sequence":
-                    sequences.append(training_sequence_from_proto(response.sequence))
-                elif part == "footer":
-                    break
+            return await read_batch(call, self.policy, training_step)
         finally:
             call.cancel()
-        if header is None or len(sequences) != header.num_sequences:
-            expected = header.num_sequences if header else "an unknown number of"
-            raise CorruptDataError(f"batch {training_step} brought {len(sequences)} of {expected} sequences")
-        return RankBatch(
-            policy=self.policy,
-            training_step=training_step,
-            minibatches=tuple(totals_from_proto(totals) for totals in header.minibatches),
-            sequences=tuple(sequences),
-        )
 
     # -- versions ----------------------------------------------------------------------------------------------------
 

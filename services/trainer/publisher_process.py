@@ -1,7 +1,11 @@
 """The trainer's handle on its publisher process: start, announce snapshots, start again when it died.
 
+    announce -> [lives: tell it] -> done
+                [dead, or dies, or is silent meanwhile] -> kill -> pause -> start, tell it all it served -> done, or again
+
 It is looked after between announcements too: where replicas must hold the newest version to play, the trainer's next
-batch, and with it the next announcement, depends on this process.
+batch, and with it the next announcement, depends on this process. One that failed in the middle of a conversation is
+killed, so that no late answer is taken for the answer to something else.
 Started before anything heavy, with plain pipes: nothing forks after torch or gRPC is up, but to start it again.
 """
 
@@ -20,9 +24,10 @@ from typing import Any
 
 import structlog
 
+from services.common.aio import backoff
 from services.common.config.policy import WeightsConfig
 from services.common.config.services import MetricsConfig
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError
 from services.common.hosts import host_and_port
 from services.common.process import DIE_WITH_PARENT
 
@@ -31,7 +36,12 @@ log = structlog.get_logger()
 START_TIMEOUT_S = 30.0
 ANNOUNCE_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
+PATIENCE_S = 300.0  # for a publisher that dies or is silent again and again, before its trainer is told
 LOOK_S = 1.0  # how soon one that died between two announcements is noticed
+
+
+class _PublisherGoneError(InfrastructureError):
+    """It ended or fell silent in the middle of a conversation, or did not start; another one may do better."""
 
 
 class PublisherProcess:
@@ -69,19 +79,28 @@ class PublisherProcess:
         self._watcher.start()
 
     def announce(self, path: Path) -> None:
-        """Make a sealed snapshot fetchable; starts the publisher again first when it has died."""
+        """Make a sealed snapshot fetchable; starts the publisher again, as often as it takes, when it has died.
+
+        Raises:
+            InfrastructureError: the publisher refuses the snapshot, or none has stayed alive for ``PATIENCE_S``.
+        """
         with self._lock:
             self._announced = [*(known for known in self._announced if known != path and known.exists()), path]
-            if self._process is not None and self._process.poll() is None:
+            until = time.monotonic() + PATIENCE_S
+            for delay in backoff(0.1, 5.0):
                 try:
-                    self._add(path)
+                    if self._process is not None and self._process.poll() is None:
+                        self._add(path)
+                    else:
+                        self._start_again()
                     return
-                except (BrokenPipeError, EOFError):
-                    pass  # it died between the look and the word
-                except DeadlineError as error:
-                    log.warning("publisher.killed", error=error.message)
-                    self._process.kill()  # frozen: replicas wait for this version
-            self._start_again()
+                except _PublisherGoneError as error:
+                    log.warning("publisher.lost", error=error.message, snapshot=path.name)
+                    if time.monotonic() > until:
+                        raise InfrastructureError(
+                            f"no weight publisher could be told of {path.name} within {PATIENCE_S:g} s: {error.message}"
+                        ) from error
+                self._stopping.wait(delay)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -105,14 +124,17 @@ class PublisherProcess:
                     continue
                 try:
                     self._start_again()
-                except (MillraceError, OSError, EOFError) as error:
+                except (InfrastructureError, OSError) as error:
                     log.error("publisher.not_restarted", error=str(error), retry_s=LOOK_S)
 
     def _start_again(self) -> None:
         """It is then told again what it served."""
         log.warning("publisher.restarted", exit_code=self._process.poll() if self._process else None)
         if self._process is not None:
-            self._process.wait(STOP_TIMEOUT_S)  # one that was killed holds the port until it is gone
+            try:
+                self._process.wait(STOP_TIMEOUT_S)  # one that was killed holds the port until it is gone
+            except subprocess.TimeoutExpired:
+                raise _PublisherGoneError("the publisher was killed and the kernel has not ended it yet") from None
         self._start()
         self._announced = [known for known in self._announced if known.exists()]
         for left in self._announced[: -self._keep]:  # the one that died would have removed it after its last reader
@@ -123,16 +145,19 @@ class PublisherProcess:
     def _start(self) -> None:
         self._buffer = b""
         self._close_pipes()  # of one that died
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
-        )
         try:
-            self.address = str(self._read("the publisher's start", START_TIMEOUT_S)["address"])
-        except EOFError as error:
-            raise InfrastructureError(f"{error}; its log says why") from None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.trainer.publisher", *self._arguments, f"--port={self._port}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:  # no process or memory to be had at this moment
+            raise _PublisherGoneError(f"the publisher could not be started: {error}") from error
+        try:
+            self.address = str(self._ask("the publisher's start", START_TIMEOUT_S)["address"])
+        except InfrastructureError as error:  # also its own word, such as that its port is not free yet
+            raise _PublisherGoneError(f"{error.message}; its log says more") from None
         _, self._port = host_and_port(self.address)  # replicas know this one: keep it over restarts
 
     def _close_pipes(self) -> None:
@@ -142,10 +167,23 @@ class PublisherProcess:
                     pipe.close()
 
     def _add(self, path: Path) -> None:
+        self._ask(f"the publisher's answer about {path.name}", ANNOUNCE_TIMEOUT_S, {"add": str(path)})
+
+    def _ask(self, wait: str, timeout_s: float, question: dict[str, str] | None = None) -> dict[str, Any]:
+        """Its answer. Raises ``_PublisherGoneError`` once it is dead, ``InfrastructureError`` with its own words."""
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"add": str(path)}).encode() + b"\n")
-        self._process.stdin.flush()
-        self._read(f"the publisher's answer about {path.name}", ANNOUNCE_TIMEOUT_S)
+        try:
+            if question is not None:
+                self._process.stdin.write(json.dumps(question).encode() + b"\n")
+                self._process.stdin.flush()
+            answer = self._read(wait, timeout_s)
+        except (BrokenPipeError, EOFError, DeadlineError) as error:  # it died, or is frozen while replicas wait
+            self._process.kill()
+            words = error.message if isinstance(error, DeadlineError) else f"the publisher ended during {wait}"
+            raise _PublisherGoneError(words) from error
+        if "error" in answer:
+            raise InfrastructureError(f"weight publisher: {answer['error']}")
+        return answer
 
     def _read(self, wait: str, timeout_s: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
@@ -157,10 +195,8 @@ class PublisherProcess:
                 raise DeadlineError(f"{wait} took longer than {timeout_s:g} s", wait=wait)
             data = os.read(descriptor, 65536)
             if not data:
-                raise EOFError(f"the publisher ended during {wait}")
+                raise EOFError
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise InfrastructureError(f"weight publisher: {answer['error']}")
         return answer

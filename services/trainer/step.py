@@ -33,7 +33,7 @@ from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
 from services.trainer.algorithms.m2po import binding_second_moments, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
 from services.trainer.kl_reward import with_kl_reward
-from services.trainer.metrics import StepMetrics, Sums, mean_of
+from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
 from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
@@ -103,8 +103,16 @@ class TrainStep:
             fresh_version = batch.training_step - 1 if index == 0 else None
             self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version)
             updates.append(self.optimizer.update())
-        num_micro_batches = sum(len(m) for m in minibatches)
-        return self._metrics(batch, sums, updates, num_micro_batches, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        total = sums.reduce(self.ranks)
+        return step_metrics(
+            batch,
+            total,
+            updates,
+            num_micro_batches=sum(len(m) for m in minibatches),
+            seconds=seconds,
+            usage=self._usage.metrics(total, seconds),
+        )
 
     # -- preparation -------------------------------------------------------------------------------------------------
 
@@ -272,46 +280,6 @@ class TrainStep:
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
         self._usage.add(batch, sums)
         return loss
-
-    # -- afterwards --------------------------------------------------------------------------------------------------
-
-    def _metrics(
-        self, batch: RankBatch, sums: Sums, updates: Seq[Update], num_micro_batches: int, seconds: float
-    ) -> StepMetrics:
-        total = sums.reduce(self.ranks)
-        applied = [u for u in updates if u.applied]
-        algorithm = {
-            name.removesuffix("_tokens") + "_share": mean_of(total, name, "trained_tokens")
-            for name in total
-            if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
-        } | {name: total[name] / len(updates) for name in total if name.startswith("m2po_")}
-        return StepMetrics(
-            training_step=batch.training_step,
-            loss=total.get("loss", 0.0) / max(len(updates), 1),
-            grad_norm=sum(u.grad_norm for u in updates) / max(len(updates), 1),
-            grad_norm_max=max((u.grad_norm for u in updates), default=0.0),
-            learning_rate=updates[-1].learning_rate if updates else 0.0,
-            updates_applied=len(applied),
-            updates_skipped=len(batch.minibatches) - len(applied),
-            entropy=mean_of(total, "entropy", "trained_tokens"),
-            kl_reference=mean_of(total, "kl_reference", "trained_tokens"),
-            mismatch_abs=mean_of(total, "first_abs", "first_tokens"),
-            mismatch_kl=mean_of(total, "first_kl", "first_tokens"),
-            mismatch_fresh_abs=mean_of(total, "fresh_abs", "fresh_tokens"),
-            mismatch_fresh_kl=mean_of(total, "fresh_kl", "fresh_tokens"),
-            fresh_share=mean_of(total, "fresh_tokens", "first_tokens"),
-            reward_mean=mean_of(total, "reward", "sequences"),
-            advantage_abs_mean=mean_of(total, "advantage_abs", "trained_tokens"),
-            staleness_mean=mean_of(total, "staleness", "sequences"),
-            num_sequences=int(total["sequences"]),
-            num_tokens=int(total.get("tokens", 0)),
-            num_trained_tokens=int(total.get("trained_tokens", 0)),
-            num_micro_batches=num_micro_batches,
-            seconds=seconds,
-            tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
-            **self._usage.metrics(total, seconds),  # type: ignore[arg-type]
-            algorithm=algorithm,
-        )
 
 
 def _all(batch: MicroTensors) -> torch.Tensor:

@@ -1,7 +1,12 @@
-"""Makes versions of one policy: a snapshot file, told to the publisher process."""
+"""Makes versions of one policy: a snapshot file, told to the publisher process.
+
+Shared memory and the spill directory may be full for a while, of files of others: the trainer waits for room, and keeps
+what it has trained.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +15,15 @@ import structlog
 
 from services.common.config.policy import WeightsConfig
 from services.common.types import WeightVersion
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans
+from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, SnapshotSpaceError, sweep_orphans
 from services.trainer.loop import Published
 from services.trainer.publisher_process import PublisherProcess
-from services.trainer.snapshot import Snapshots
+from services.trainer.snapshot import Snapshots, WrittenSnapshot
 
 log = structlog.get_logger()
+
+ROOM_LOOKS = 120  # for room; counted and not timed, because all ranks must give up at the same one
+ROOM_EVERY_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +35,12 @@ class SnapshotPublisher:
     process: PublisherProcess | None
 
     def publish(self, version: int) -> Published | None:
-        written = self.snapshots.write(version)
+        """A collective; None on ranks other than the first.
+
+        Raises, on every rank alike:
+            SnapshotSpaceError: there was no room for ten minutes.
+        """
+        written = self._write_when_there_is_room(version)
         if written is None or self.process is None:
             return None
         self.process.announce(written.path)
@@ -40,6 +53,20 @@ class SnapshotPublisher:
                 "snapshot_bytes": float(written.manifest.size_bytes),
             },
         )
+
+    def _write_when_there_is_room(self, version: int) -> WrittenSnapshot | None:
+        for look in range(ROOM_LOOKS):
+            try:
+                written = self.snapshots.write(version)
+            except SnapshotSpaceError as error:
+                if not look:
+                    log.error("snapshot.no_room", version=version, error=error.message, retry_s=ROOM_EVERY_S)
+                time.sleep(ROOM_EVERY_S)
+            else:
+                if look:
+                    log.info("snapshot.room_again", version=version)
+                return written
+        return self.snapshots.write(version)
 
 
 def snapshot_directories(config: WeightsConfig, run_dir: Path) -> tuple[Path, ...]:

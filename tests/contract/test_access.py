@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
+import ssl
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -278,6 +281,31 @@ async def test_a_good_handshake_and_an_absent_peer_are_no_matter_of_keys(keys: K
     assert await handshake.refusal("127.0.0.1:1", who, Peer.ORCHESTRATOR) is None
     async with serving(None) as (_, server):
         assert await handshake.refusal(server.address, None, Peer.ORCHESTRATOR) is None
+
+
+@pytest.mark.parametrize("after_handshake", [False, True])
+async def test_a_peer_that_ends_in_the_middle_of_a_handshake_refuses_nobody(
+    tmp_path: Path, after_handshake: bool
+) -> None:
+    """As when it is killed or started again: whoever asks should wait for it, and not end over its certificate."""
+    keys = make_keys(tmp_path / "keys", client_certificates=True)
+    who, answers = as_role(keys, Role.INFERENCE), as_role(keys, Role.ORCHESTRATOR)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(answers.folder / "cert.pem", answers.folder / "key.pem")
+    asked = 0
+
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        server.close()  # nobody listens any more
+        at_once = struct.pack("ii", 1, 0)  # as the kernel does for a process that dies with unread bytes
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(end, "127.0.0.1", 0, ssl=context if after_handshake else None)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert await handshake.refusal(address, who, Peer.ORCHESTRATOR) is None
+    assert asked == 1
 
 
 @MODES

@@ -13,7 +13,7 @@ from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import errors_pb2
 from services.common.rpc.channel import channel, translated_errors
-from services.common.rpc.status import CLASS_OF_REASON, STATUS_OF
+from services.common.rpc.status import CLASS_OF_REASON, STATUS_OF, from_call
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import get_run, watch
 from tests.ports import free_port
@@ -163,3 +163,12 @@ async def test_a_client_that_leaves_while_the_server_writes_is_no_error_and_ends
     # Ended in the task of the call, where its context is, and not by the garbage collector.
     assert served.servicer.ended_in is served.servicer.began_in
     assert [event["event"] for event in logs if event["log_level"] in ("error", "warning")] == []
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+def test_what_the_transport_says_by_itself_is_an_infrastructure_error(code: grpc.StatusCode) -> None:
+    nothing = grpc.aio.Metadata()
+    said = grpc.aio.AioRpcError(code, nothing, nothing, details="Stream removed")
+    found = from_call(said, "orchestrator 127.0.0.1:1")
+    assert type(found) is InfrastructureError
+    assert "orchestrator 127.0.0.1:1" in found.message and "Stream removed" in found.message

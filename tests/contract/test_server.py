@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.rpc import server as serving
 from services.common.rpc.channel import channel, translated_errors
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
@@ -86,7 +88,10 @@ async def test_ipv6_loopback_is_served() -> None:
     await server.stop(grace_s=0.1)
 
 
-async def test_a_port_in_use_is_told_with_the_setting_to_change(served: Served) -> None:
+async def test_a_port_in_use_is_told_with_the_setting_to_change(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "PORT_PATIENCE_S", 0.0)
     second = make_server(RunServicer(), port=served.server.port, port_setting="inference.a.port")
     with pytest.raises(ConfigError) as caught:
         await second.start()
@@ -94,6 +99,22 @@ async def test_a_port_in_use_is_told_with_the_setting_to_change(served: Served) 
     assert "the port is in use" in caught.value.message
     assert "inference.a.port" in caught.value.message
     await second.stop(grace_s=0.1)  # stopping what never started does no harm
+
+
+async def test_a_port_that_a_predecessor_holds_a_moment_longer_is_waited_for() -> None:
+    """As that of a process that was told to end while another is started in its place."""
+    with socket.socket() as predecessor:
+        predecessor.bind(("127.0.0.1", 0))
+        predecessor.listen()
+        second = make_server(RunServicer(), port=predecessor.getsockname()[1])
+        starting = asyncio.create_task(second.start())
+        await asyncio.sleep(0.5)
+        assert not starting.done()
+    async with asyncio.timeout(10):
+        assert await starting == second.port
+    async with channel(second.address) as connection:
+        assert (await status(connection)).instance_id
+    await second.stop(grace_s=0.1)
 
 
 async def test_a_stop_refuses_new_calls_and_lets_running_ones_end(served: Served) -> None:

@@ -68,10 +68,10 @@ class Run:
             assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s:\n{self.output}"
             time.sleep(0.05)
 
-    def kill(self, process: str) -> None:
-        """kill -9 one of the run's processes."""
+    def kill(self, process: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """kill -9 one of the run's processes, or send it another signal."""
         pids: dict[str, int] = json.loads((self.directory / "pids.json").read_text())
-        os.kill(pids[process], signal.SIGKILL)
+        os.kill(pids[process], how)
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end and return the object on the last line."""

@@ -8,7 +8,7 @@ import pytest
 
 from services.cli.replay import replay_step
 from services.orchestrator.batches import read_batch
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from services.cli.replay import replay_step
 from services.common.config.loading import load_resolved
 from services.common.types import TokenSource
 from services.orchestrator.batches import read_batch
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 from services.trainer.attention import Documents
 from services.trainer.setup import build_step, open_checkpoints
 from services.trainer.sharding import Ranks

@@ -41,6 +41,19 @@ def test_a_run_finishes_with_every_service_killed_once(start_run: StartRun) -> N
     assert_each_slot_has_one_record(run)
 
 
+def test_a_run_finishes_though_its_processes_are_told_to_end(start_run: StartRun) -> None:
+    """As by a guard of the machine's memory, which asks before it kills."""
+    run = start_run("told", "run.steps=12")
+    run.wait_for(lambda: run.steps() >= 1, "the first training step")
+    for process in ("envgateway", "trainer-model0", "orchestrator"):
+        steps = run.steps()
+        run.kill(process, signal.SIGTERM)
+        run.wait_for(lambda before=steps: run.steps() >= before + 2, f"steps after {process} was told to end")
+    run.finish()
+    assert run.steps() == 12
+    assert_each_slot_has_one_record(run)
+
+
 def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_run: StartRun) -> None:
     run = start_run("replicas", "run.steps=40", "launch.restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")

@@ -74,9 +74,8 @@ async def test_two_servers_take_a_broadcast_in_mid_generation_and_one_goes_on_fo
     engine = await build(number=2, sglang={"update": "broadcast"})
     await engine.start()
     prompts = [make_prompt(20, seed) for seed in range(4)]
-    await asyncio.gather(
-        *(engine.generate(make_request(p, max_new_tokens=4)) for p in prompts)
-    )  # a first one takes long
+    # A first one takes long.
+    await asyncio.gather(*(engine.generate(make_request(p, max_new_tokens=4)) for p in prompts))
     pending = [asyncio.ensure_future(engine.generate(make_request(p, max_new_tokens=300))) for p in prompts]
     await until_tokens(engine, 80)
     assert await engine.update(WeightUpdate.full(named_weights(new), 1)) > 0

@@ -20,7 +20,7 @@ from services.cli.trace.stages import Stage, first_use, stages, status
 from services.cli.units import format_seconds
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 
 ORDERS = ("newest", "slowest")
 

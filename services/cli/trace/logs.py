@@ -9,17 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import orjson
-
+from services.cli.rows import Row, parse_rows
 from services.cli.trace.facts import GroupFacts, Note, Used
 
-Json = dict[str, Any]
 Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
 
 # Events of one task group, by what they mean to a reader.
-_OF_GROUP: dict[str, Callable[[Json], str]] = {
+_OF_GROUP: dict[str, Callable[[Row], str]] = {
     "record.dropped": lambda row: f"{row.get('outcome')} record of slot {row.get('index')} from {row.get('replica')}",
     "task_group.orphaned": lambda row: f"nobody plays it any more; {row.get('open_slots')} slots are open",
     "task_group.given_up": lambda row: f"given up: {row.get('reason')}",
@@ -28,10 +25,10 @@ _OF_GROUP: dict[str, Callable[[Json], str]] = {
     "rollout.crashed": lambda row: f"slot {row.get('index')} crashed",
     "rollout.lost": lambda row: f"slot {row.get('index')} was lost",
 }
-_OF_REPLICA: dict[str, Callable[[Json], str]] = {
+_OF_REPLICA: dict[str, Callable[[Row], str]] = {
     "replica.lease_lost": lambda row: f"the lease of replica {row.get('replica')} ran out",
 }
-_OF_RUN: dict[str, Callable[[Json], str]] = {
+_OF_RUN: dict[str, Callable[[Row], str]] = {
     "run.recovered": lambda row: "the orchestrator was started again, and went on from its journal",
 }
 _PULLED = "batch.pulled"
@@ -64,26 +61,18 @@ def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
 
 
-def _note(row: Json, at: float, text: Callable[[Json], str]) -> Note:
+def _note(row: Row, at: float, text: Callable[[Row], str]) -> Note:
     return Note(at=at, service=row.get("instance", ""), event=row["event"], text=text(row))
 
 
-def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
+def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Row]:
     """Lines of all logs that hold one of the needles; most lines are not parsed."""
     for path in sorted((run_dir / "logs").glob("*.jsonl")):
         with path.open("rb") as lines:
-            for line in lines:
-                if not any(needle in line for needle in needles):
-                    continue
-                try:
-                    row = orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    continue  # the last line, while it is being written
-                if isinstance(row, dict):
-                    yield row
+            yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
 
 
-def _time(row: Json) -> float:
+def _time(row: Row) -> float:
     try:
         return datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
     except ValueError:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.cli.run_directory import check_run_directory
+from services.cli.run_state import check_run_directory
 from services.cli.trace.clocks import fitted
 from services.cli.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.trace.logs import pulls_of, read_notes
@@ -18,9 +18,9 @@ from services.common.errors import ConfigError
 from services.common.types import RolloutFailure, Trajectory
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.index import Row
+from services.orchestrator.journal.index import INDEX_FILE, Row
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.journal.writer import JournalReader
 
 Json = dict[str, Any]
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 def open_journal(run_dir: Path) -> JournalReader:
     """Raises ``ConfigError`` when the directory has no journal."""
     directory = run_dir / "journal"
-    if not (directory / "index.sqlite").is_file():
+    if not (directory / INDEX_FILE).is_file():
         check_run_directory(run_dir)
         raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
     return JournalReader(directory)

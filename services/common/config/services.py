@@ -145,7 +145,8 @@ class LaunchConfig(Section):
     ready_timeout_s: float = Field(default=180.0, gt=0)
     """A process that is not healthy after this long stops the launch, with its last log lines."""
     restarts: int = Field(default=3, ge=0)
-    """Times that a process killed by a signal is started again."""
+    """Times in a row that a process is started again that was killed by a signal, or lost what it cannot go on without; one
+    that has lived for ten minutes begins anew."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)

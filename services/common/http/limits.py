@@ -22,9 +22,8 @@ from services.common.security.caller import caller
 
 log = structlog.get_logger()
 
-REQUESTS = Limit(
-    calls_per_s=5_000.0, burst=10_000, concurrent=4096
-)  # of one client; an agent loop or a judge's batches
+# Of one client: an agent loop or a judge's batches.
+REQUESTS = Limit(calls_per_s=5_000.0, burst=10_000, concurrent=4096)
 BODY_S = 120.0  # for a body to come; the largest is some hundred MiB
 LOOK_S = 1.0
 

@@ -45,6 +45,8 @@ log = structlog.get_logger()
 STATUS_SERVICE = "millrace.v1.StatusService"
 GRACE_S = 5.0
 STOP_CALLBACK_S = 30.0
+PORT_PATIENCE_S = 5.0  # for a port that whoever was here before has not let go of yet
+_PORT_LOOK_S = 0.2
 
 Gauges = Callable[[], Mapping[str, float]]
 Labels = Callable[[], Mapping[str, str]]
@@ -128,23 +130,37 @@ class Server:
         return self._status.now()
 
     async def start(self) -> int:
-        """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``."""
+        """Bind and answer; returns the port. Health says NOT_SERVING until ``set_ready``.
+
+        Waits a little for a port that is taken: a process that is started again may come before its predecessor has gone.
+        """
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        until = time.monotonic() + PORT_PATIENCE_S
+        while True:
+            if self._bind(is_last_try=time.monotonic() >= until):
+                break
+            await asyncio.sleep(_PORT_LOOK_S)
+        self._heed_signals()
+        await self._server.start()
+        log.info("server.listening", service=self.service, address=self.address, tls=self.identity is not None)
+        return self.port
+
+    def _bind(self, *, is_last_try: bool) -> bool:
         try:
             if self.identity is None:
                 self.port = self._server.add_insecure_port(self.address)
             else:
                 self.port = self._server.add_secure_port(self.address, server_credentials(self.identity))
         except RuntimeError:  # grpc keeps the reason to itself
+            why = _why_not(self.host, self.port)
+            if not is_last_try and why in (_IN_USE, _WAS_IN_USE):
+                return False
             raise ConfigError(
-                f"{self.service} cannot listen on {self.address}: {_why_not(self.host, self.port)}; stop what holds "
+                f"{self.service} cannot listen on {self.address}: {why}; stop what holds "
                 f"the port, or give this service another with {self._port_setting} in the recipe (0 takes a free one)"
             ) from None
-        self._heed_signals()
-        await self._server.start()
-        log.info("server.listening", service=self.service, address=self.address, tls=self.identity is not None)
-        return self.port
+        return True
 
     def set_ready(self) -> None:
         """Say SERVING: only after warm-up."""
@@ -196,6 +212,8 @@ class Server:
             await self._health.set(name, status)
 
 
+_IN_USE = "the port is in use"
+_WAS_IN_USE = "the port was in use a moment ago"
 _KEEP: set[asyncio.Future[None]] = set()  # asyncio holds tasks weakly
 
 
@@ -254,5 +272,5 @@ def _why_not(host: str, port: int) -> str:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            return "the port is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-    return "the port was in use a moment ago"
+            return _IN_USE if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return _WAS_IN_USE

@@ -54,11 +54,14 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.InfrastructureError: Code.UNAVAILABLE,
 }
 CLASS_OF_REASON: dict[str, type[MillraceError]] = {cls.reason: cls for cls in STATUS_OF}
-# A status without our details: what the transport itself says.
+# A status without our details: what the transport itself says. A server of ours tells even its bugs with details, so
+# UNKNOWN ("Stream removed") and INTERNAL (RST_STREAM, a forwarder's answer) are a connection that broke in mid-call.
 CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
     Code.UNAVAILABLE: InfrastructureError,
     Code.CANCELLED: InfrastructureError,
     Code.DEADLINE_EXCEEDED: DeadlineError,
+    Code.UNKNOWN: InfrastructureError,
+    Code.INTERNAL: InfrastructureError,
 }
 
 

@@ -19,6 +19,8 @@ from services.common.security.roles import Peer
 from services.common.security.times import moment
 
 PROBE_S = 2.0  # for connecting, and again for the handshake
+_CLOSED_TIMES = 3  # handshakes in a row after which a server that closes is not one that happens to be ending
+_BETWEEN_S = 1.0
 _FIRST_WORD_S = 0.5  # a server that refuses our certificate says so after its own handshake is done
 
 _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_...
@@ -35,12 +37,22 @@ async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) 
 
 def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
     """The same, for callers without an event loop."""
-    try:
-        with socket.create_connection(host_and_port(address), PROBE_S) as connection:
-            connection.settimeout(PROBE_S)
-            return _without_keys(address, connection) if who is None else _with_keys(address, connection, who, peer)
-    except (OSError, ValueError):
-        return None  # nobody is there: not a matter of keys
+    for remaining in reversed(range(_CLOSED_TIMES)):
+        try:
+            with socket.create_connection(host_and_port(address), PROBE_S) as connection:
+                connection.settimeout(PROBE_S)
+                return _without_keys(address, connection) if who is None else _with_keys(address, connection, who, peer)
+        except _ClosedError:
+            if remaining:
+                time.sleep(_BETWEEN_S)
+        except (OSError, ValueError):
+            return None  # nobody is there: not a matter of keys
+    assert who is not None
+    return _refused(address, "it closed the connection", who)
+
+
+class _ClosedError(Exception):
+    """The server ended the connection right after a good handshake: it refuses us without a word, or it is ending."""
 
 
 def _without_keys(address: str, connection: socket.socket) -> AccessError | None:
@@ -61,11 +73,13 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
     context.check_hostname = True
     context.load_verify_locations(cadata=who.bundle.ca.decode())
     context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
+    talking = False
     try:
         with context.wrap_socket(connection, server_hostname=peer.dns_name) as talk:
+            talking = True
             talk.settimeout(_FIRST_WORD_S)
             if not talk.recv(1) and who.bundle.client_certificates:
-                return _refused(address, "it closed the connection", who)
+                raise _ClosedError
     except ssl.SSLCertVerificationError as error:
         return _distrusted(address, error, who, peer)
     except TimeoutError:
@@ -80,8 +94,10 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
         if "ALERT" in (error.reason or ""):
             return _refused(address, error.reason or "", who)
         return None
-    except OSError:
-        return _refused(address, "it closed the connection", who) if who.bundle.client_certificates else None
+    except OSError as error:
+        if talking and who.bundle.client_certificates:
+            raise _ClosedError from error
+        return None  # before it showed who it is: a process that is ending, or a forwarder with nobody behind it
     return None
 
 

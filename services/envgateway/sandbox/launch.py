@@ -100,16 +100,21 @@ class SupervisorLauncher:
         boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.main import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start
         interpreter = os.path.realpath(sys.executable)
-        process = subprocess.Popen(
-            [interpreter, *_BARE_FLAGS, "-c", boot, json.dumps(settings)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=_ENVIRONMENT,
-            cwd="/",
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                [interpreter, *_BARE_FLAGS, "-c", boot, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_ENVIRONMENT,
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
+            )
+        except OSError as error:  # no process or memory to be had at this moment
+            ours.close()
+            raise InfrastructureError(f"the sandbox supervisor could not be started: {error}") from error
+        finally:
+            theirs.close()
         try:
             hello = _read_hello(ours)
         except (OSError, EOFError) as error:

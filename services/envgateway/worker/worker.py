@@ -17,18 +17,17 @@ import os
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
 
 import structlog
 
-from services.common.aio import TaskOwner, backoff
+from services.common.aio import TaskOwner
 from services.common.errors import InvalidRequestError, MillraceError
 from services.envgateway.judge.records import Lane
 from services.envgateway.queue.base import Job, JobResult, Runner, infrastructure_failure, is_about_the_program
 from services.envgateway.queue.codec import decode_job, encode_result
 from services.envgateway.queue.streams.connection import UNREACHABLE, Client, heed_cancellation
+from services.envgateway.queue.streams.loops import RedisLoops
 from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.turns import Turns
 from services.envgateway.sandbox.records import ExecutionRequest
@@ -81,7 +80,6 @@ class Worker:
         self._no_reads.set()
         self._stopping = asyncio.Event()
         self._looks = 0
-        self._connected = True
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
@@ -94,14 +92,15 @@ class Worker:
             await self._leases.make_groups()
         except UNREACHABLE as error:
             log.warning("worker.no_redis_yet", error=str(error))  # the loops below go on trying
+        loops = RedisLoops(self._redis_failed, lambda: log.info("worker.redis_back"), self._make_groups)
         async with TaskOwner() as taking, TaskOwner() as keeping:
             for lane in Lane:
-                taking.start(self._for_ever(partial(self._take, lane)), f"worker: take {lane}")
+                taking.start(loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
             make = partial(self._last_attempts.make, lambda: self._reads > 0)
-            taking.start(self._for_ever(make), "worker: last attempts")
-            keeping.start(self._for_ever(self._look), "worker: leases")
-            keeping.start(self._for_ever(self._listen), "worker: withdrawn jobs")
-            keeping.start(self._for_ever(self._leases.send_answers), "worker: answers")
+            taking.start(loops.for_ever(make), "worker: last attempts")
+            keeping.start(loops.for_ever(self._look), "worker: leases")
+            keeping.start(loops.for_ever(self._listen), "worker: withdrawn jobs")
+            keeping.start(loops.for_ever(self._leases.send_answers), "worker: answers")
             log.info("worker.ready", worker=self.name, slots=self._num_slots, **self._about)
             stop = taking.start(self._stopping.wait(), "worker: stop")
             broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
@@ -116,25 +115,12 @@ class Worker:
     def gauges(self) -> dict[str, float]:
         return {**self._turns.gauges, **{name: float(count) for name, count in self.counts.items()}}
 
-    async def _for_ever(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        pauses = backoff(0.05, 2.0)
-        while True:
-            try:
-                await work()
-                heed_cancellation()
-                pauses = backoff(0.05, 2.0)
-                if not self._connected:
-                    self._connected = True
-                    log.info("worker.redis_back")
-            except UNREACHABLE as error:
-                await self._recover(error, next(pauses))
-
-    async def _recover(self, error: BaseException, pause_s: float) -> None:
-        """Redis is away, or is another one, without our group."""
-        if self._connected:
-            self._connected = False
+    def _redis_failed(self, error: BaseException, was_connected: bool) -> None:
+        if was_connected:
             log.warning("worker.redis_lost", error=str(error), running=len(self._held))
-        await asyncio.sleep(pause_s)
+
+    async def _make_groups(self) -> None:
+        """Redis may be another one, without our group."""
         try:
             await self._leases.make_groups()
         except UNREACHABLE:

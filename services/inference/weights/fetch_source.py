@@ -17,6 +17,7 @@ from services.common.errors import (
     InfrastructureError,
     NotFoundError,
 )
+from services.common.hosts import bracketed, host_of
 from services.common.loopback import is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.channel import DEADLINES, call_metadata, channel, translated_errors
@@ -179,14 +180,14 @@ def _reachable(endpoint: str, source: str) -> str:
     """Where the source's bulk socket is for us, empty for what is no TCP address: one that listens everywhere does so at
     the address under which we know the source."""
     scheme, _, place = endpoint.partition("://")
-    host, _, port = place.rpartition(":")
+    host, port = host_of(place), place.rpartition(":")[2]
     if scheme != "tcp" or not port.isdigit():  # no other kind of ZeroMQ address is ours
         return ""
-    return f"tcp://{source.rpartition(':')[0]}:{port}" if host in ("0.0.0.0", "[::]") else endpoint
+    return f"tcp://{bracketed(host_of(source))}:{port}" if host in ("0.0.0.0", "::") else endpoint
 
 
 def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool:
     """Encrypted with a key that came over TLS; or plain on loopback, as the control channel is then."""
     if is_secure:
         return len(server_key) == KEY_BYTES
-    return not server_key and is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0])
+    return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))

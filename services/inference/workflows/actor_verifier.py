@@ -104,9 +104,8 @@ class ActorVerifier:
         if review is None:
             return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
         check, words = review
-        verdict = (
-            read_verdict(words.text) if words.ended else Verdict.UNPARSED
-        )  # a review cut short ends with no verdict
+        # A review that was cut short ends with no verdict.
+        verdict = read_verdict(words.text) if words.ended else Verdict.UNPARSED
         agrees = verdict is not Verdict.UNPARSED and (verdict is Verdict.APPROVE) == (first_reward.value > 0)
         sequences.append(
             check.sequence(

@@ -27,10 +27,6 @@ class ToolResult:
     text: str
     kind: str = "ok"
 
-    @property
-    def failed(self) -> bool:
-        return self.kind != "ok"
-
 
 class Tool(Protocol):
     """Raises ``InfrastructureError`` when the machinery failed; every other failure is a result."""

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import xxhash
+
+INDEX_FILE = "index.sqlite"  # in the journal's directory
+
 Durability = Literal["process", "power"]
 
 _SCHEMA = """
@@ -28,6 +32,7 @@ CREATE INDEX IF NOT EXISTS records_by_key ON records (kind, key);
 """
 _COLUMNS = "number, kind, key, segment, offset, length, checksum, written_at"
 _MAX_KEYS = 500  # of one SELECT
+_LOCK_TIMEOUT_S = 10.0  # for whoever else has the file open
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,13 @@ class Row:
     segment: int
     offset: int
     length: int
-    checksum: int  # xxh3-64 of the line, as a signed integer
+    checksum: int  # of the line, by ``checksum_of``
     written_at: float = 0.0  # seconds since the epoch; 0 in a journal that lacks it
+
+
+def checksum_of(line: bytes) -> int:
+    """xxh3-64, moved into the signed integers that SQLite holds."""
+    return xxhash.xxh3_64_intdigest(line) - (1 << 63)
 
 
 class Index:
@@ -50,7 +60,7 @@ class Index:
     def __init__(self, path: Path, durability: Durability) -> None:
         # Statements and transactions are ours (isolation_level None); the connection moves from the opening thread to
         # the writer thread, never used by both at once.
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_LOCK_TIMEOUT_S)
         self._db.execute("PRAGMA journal_mode=WAL")
         # NORMAL survives kill -9; FULL also waits for the disk at every commit.
         self._db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")

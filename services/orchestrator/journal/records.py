@@ -13,14 +13,7 @@ from typing import Any
 
 import orjson
 
-from services.common.types import (
-    MinibatchTotals,
-    Purpose,
-    Sampling,
-    Task,
-    TaskGroupOrder,
-    WeightVersion,
-)
+from services.common.types import Interval, MinibatchTotals, Purpose, Sampling, Task, TaskGroupOrder, WeightVersion
 from services.orchestrator.scores import DatasetScore, Estimate
 
 # Kinds of records; each is the name of its segment files.
@@ -222,9 +215,9 @@ def version_to_json(
     version: WeightVersion,
     checkpoint_step: int,
     metrics: Mapping[str, float],
-    compute: Iterable[tuple[float, float]] = (),
+    compute: Iterable[Interval] = (),
 ) -> Json:
-    """``compute`` are the stretches, in seconds since the epoch, in which the trainer computed the step."""
+    """``compute``: when the trainer computed the step."""
     return {
         "policy": version.policy,
         "number": version.number,

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 
 
 def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: Collection[str]) -> list[int]:

@@ -11,32 +11,30 @@ JSON is encoded in the writer thread. Knows nothing about what records mean.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import queue
-import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
-import xxhash
 
+from services.common import disk
+from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
-from services.orchestrator.journal.index import Durability, Index, Row
-from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segment_path, segments_in
+from services.orchestrator.journal.index import INDEX_FILE, Durability, Index, Row, checksum_of
+from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segments_in
 
 log = structlog.get_logger()
 
 MAX_RECORDS = 64
 LINGER_S = 0.005
 RETRY_S = 0.5  # between attempts while the disk is full
-RESERVE_BYTES = 1024 * 1024  # below this much free disk nothing is written
 CLOSE_DEADLINE_S = 10.0
 
 Encode = Callable[[], Mapping[str, Any]]
@@ -59,7 +57,7 @@ class Journal:
         *,
         segment_bytes: int = 64 * 1024 * 1024,
         durability: Durability = "process",
-        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+        free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.directory = directory
@@ -89,7 +87,7 @@ class Journal:
 
     @property
     def _index_path(self) -> Path:
-        return self.directory / "index.sqlite"
+        return self.directory / INDEX_FILE
 
     def start(self) -> None:
         """Begin to write; callbacks go to the running event loop."""
@@ -157,7 +155,7 @@ class Journal:
                     self._notify(self._announce, entries)
                 if not more:
                     return
-        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: a disk that fails in another way than being full: the process must stop
+        except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
             log.error("journal.failed", error=repr(error))
             if self._on_failure is not None:
@@ -197,7 +195,7 @@ class Journal:
                     self._transaction(entries, lines)
                     break
                 except (OSError, sqlite3.OperationalError) as error:
-                    if not _is_full(error):
+                    if not disk.says_full(error):
                         raise
                     self._block(str(error))
             if self._closing.wait(RETRY_S):
@@ -216,7 +214,7 @@ class Journal:
             for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=self._next_number):
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
-                checksum = xxhash.xxh3_64_intdigest(line) - (1 << 63)
+                checksum = checksum_of(line)
                 rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
                 writer.append(line)
             if self._durability == "power":
@@ -262,57 +260,6 @@ class Journal:
     def current_segments(self) -> dict[str, int]:
         """The segment of each kind that is being written; earlier ones never change again."""
         return {kind: writer.segment for kind, writer in self._writers.items()}
-
-
-class JournalReader:
-    """Reads durable records, beside the writer or without one. Used by one thread at a time."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._index = Index(directory / "index.sqlite", "process")
-
-    def rows(self) -> Iterator[Row]:
-        return self._index.rows()
-
-    def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
-        """Every record of a kind in order; of one key where that is named."""
-        return self._index.rows_of(kind, key)
-
-    def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
-        """The first record of each key that there is."""
-        return self._index.find(kind, keys)
-
-    def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Records by key; keys without an intact record are absent."""
-        found = {row.key: self.load(row) for row in self._index.find(kind, keys)}
-        return {key: record for key, record in found.items() if record is not None}
-
-    def load(self, row: Row) -> dict[str, Any] | None:
-        """One record, or None (logged) when its bytes are not what was written."""
-        try:
-            with segment_path(self._directory, row.kind, row.segment).open("rb", buffering=0) as file:
-                line = os.pread(file.fileno(), row.length, row.offset)
-        except FileNotFoundError:
-            line = b""
-        if len(line) != row.length or xxhash.xxh3_64_intdigest(line) - (1 << 63) != row.checksum:
-            log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
-            return None
-        record: dict[str, Any] = orjson.loads(line)
-        return record
-
-    def remove_segment(self, kind: str, segment: int) -> None:
-        """Delete a closed segment: rows first, so that a crash in between leaves only an unreferenced file."""
-        self._index.forget(kind, segment)
-        segment_path(self._directory, kind, segment).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self._index.close()
-
-
-def _is_full(error: OSError | sqlite3.OperationalError) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 def _sync_directory(directory: Path) -> None:

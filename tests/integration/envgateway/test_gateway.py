@@ -224,9 +224,8 @@ def failing(task: dict[str, Any], completion: str) -> float:
 
 async def test_a_users_environment_by_import_path(gateway: Clients) -> None:
     names = (await gateway.environments.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=5)).environments
-    assert {"parity", "rooms", "single_step", "tool", "tools"} <= set(
-        names
-    )  # and the worlds whose extras are installed
+    # And the worlds whose extras are installed.
+    assert {"parity", "rooms", "single_step", "tool", "tools"} <= set(names)
     episode = await gateway.episode("parity", {"number": 4})
     assert list(episode.admissible_actions) == ["yes", "no"]
     assert (await gateway.step(episode, 1, "yes")).reward == 1.0

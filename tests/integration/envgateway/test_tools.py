@@ -134,7 +134,7 @@ async def test_a_cell_that_fails_says_how_and_keeps_or_loses_the_state(played: P
     assert _status(raised) == "program_error" and raised.observation.startswith("Error is only a word\nTraceback")
     assert _status(await episode.cell("print('Error: a word')")) == "ok"
     late = await episode.cell("import time\ntime.sleep(60)")
-    assert (_status(late), "TimeoutError: stopped after 0." in late.observation) == ("time_limit", True)
+    assert (_status(late), "TimeoutError: stopped after " in late.observation) == ("time_limit", True)
     assert _status(await episode.cell("print('a' * 20_000)")) == "output_limit"
     assert (await episode.cell("x")).observation == "1"
     killed = await episode.cell("held = bytearray(b'x') * (300 << 20)")
@@ -241,7 +241,7 @@ async def test_the_tool_environment_counts_plays_and_grades(played: Played) -> N
         (_tagged("capital", city="Paris"), "Error: argument 'country' is missing"),
         (_tagged("capitol", country="France"), "Error: no tool 'capitol'; there is python, "),
         ("<tool_call>{'name'}</tool_call>", "Error: malformed tool call: not valid JSON"),
-        (_tagged("python", code="while True: pass"), "TimeoutError: stopped after 0.5 s"),
+        (_tagged("python", code="while True: pass"), "TimeoutError: stopped after "),
     ):
         response = await episode.act(action)
         assert response.observation.startswith(expected), (action, response.observation)

@@ -66,3 +66,33 @@ async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: P
         for peer in peers:
             await peer.close()
         orchestrator.close()
+
+
+@pytest.mark.slow
+async def test_one_that_is_killed_while_the_disk_is_full_goes_on_when_there_is_room(small_disk: Path) -> None:
+    orchestrator = Orchestrator(small_disk / "run", run__steps=12, evaluation__at_start=False, evaluation__at_end=False)
+    peers: list[ScriptedReplica | ScriptedTrainer] = []
+    try:
+        await orchestrator.start()
+        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
+        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
+        peers += [replica, trainer]
+        replica.start()
+        training = asyncio.ensure_future(trainer.run(12))
+        async with asyncio.timeout(90):
+            await orchestrator.until(lambda now: now.policies[0].version >= 3)
+            fill(small_disk / "filler")
+            orchestrator.kill()
+            orchestrator.process = orchestrator.spawn()
+            with pytest.raises(TimeoutError):  # it neither ends nor serves
+                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(orchestrator.wait())), 3.0)
+            (small_disk / "filler").unlink()
+            await training
+            await trainer.stopped.wait()
+            assert await orchestrator.wait() == 0
+        trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
+        assert len(trained) == len(set(trained)) == 12 * 16
+    finally:
+        for peer in peers:
+            await peer.close()
+        orchestrator.close()

@@ -12,7 +12,7 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import JournalReader
+from services.orchestrator.journal.reader import JournalReader
 from tests.integration.orchestrator.conftest import Orchestrator
 
 Make = Callable[..., Orchestrator]

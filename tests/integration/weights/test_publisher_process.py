@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +91,44 @@ async def test_one_that_is_killed_serves_again_without_another_announcement(star
             except (InfrastructureError, VersionUnavailableError):  # not there, or not told yet
                 await asyncio.sleep(0.1)
     assert fetched.payload.target.digest == manifest.digest and publisher.address == address
+
+
+async def test_one_that_dies_and_freezes_while_it_is_started_again_is_started_once_more(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)
+    publisher = start()
+    first, _ = write_version(tmp_path, 1)
+    await asyncio.to_thread(publisher.announce, first)
+    monkeypatch.setattr(publisher_process, "START_TIMEOUT_S", 4.0)
+    fates = [signal.SIGKILL, signal.SIGSTOP]  # of the next ones, at once
+
+    class Fated(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            if fates:
+                self.send_signal(fates.pop(0))
+
+    monkeypatch.setattr(publisher_process.subprocess, "Popen", Fated)
+    address = publisher.address
+    kill(publisher)
+    path, newest = write_version(tmp_path, 2)
+    await asyncio.to_thread(publisher.announce, path)
+    assert not fates and publisher.address == address
+    assert (await taken(publisher, newest)).payload.target.digest == newest.digest
+
+
+async def test_a_publisher_that_always_dies_is_told_in_the_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_process, "LOOK_S", 60.0)
+    publisher = start()
+    monkeypatch.setattr(publisher_process, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(publisher_process, "START_TIMEOUT_S", 0.01)  # what does not answer in time is killed
+    kill(publisher)
+    path, _ = write_version(tmp_path, 1)
+    with pytest.raises(InfrastructureError, match=r"no weight publisher could be told of .* within 0.2 s"):
+        await asyncio.to_thread(publisher.announce, path)
 
 
 async def test_many_receivers_with_different_bases_are_served_at_once(start: Start, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.plot import plot_runs, read_metrics, training_steps
+from services.cli.plot import plot_runs, training_steps
+from services.cli.rows import read_metrics
 from services.cli.run import headline
 from services.common.errors import ConfigError
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -142,8 +144,6 @@ def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pids()['child']))\n"
         "time.sleep(60)"
     )
-    import subprocess
-
     process = subprocess.Popen([sys.executable, "-c", launcher])
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the child")
     child = int((tmp_path / "pid").read_text())
@@ -167,3 +167,59 @@ def test_a_process_that_asks_to_be_started_again_is_and_no_more_often_than_allow
     with pytest.raises(InfrastructureError, match="does-not exited with 75"):
         wait_until(lambda: "does-not" in processes.watch(), "never")
     assert (tmp_path / "does-not").read_text() == ".."
+
+
+def killed_often(processes: Processes, times: int) -> None:
+    processes.start(spec("worker", "import time; time.sleep(60)"))
+    for _ in range(times):
+        before = processes.pids()["worker"]
+        os.kill(before, signal.SIGKILL)
+
+        def is_another(before: int = before) -> bool:
+            processes.watch()
+            return processes.pids()["worker"] != before
+
+        wait_until(is_another, "the restart")
+
+
+def test_deaths_far_apart_are_no_reason_to_end_a_long_run(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, max_restarts=1, stop_grace_s=5.0, well_after_s=0.0)
+    try:
+        killed_often(processes, times=4)
+    finally:
+        processes.stop()
+
+
+def test_a_restart_for_which_there_is_no_memory_is_tried_again(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [errno.EAGAIN, errno.ENOMEM]
+    start = processes._popen
+
+    def popen(wanted: ProcessSpec) -> subprocess.Popen[bytes]:
+        if processes.pids() and refusals:
+            raise OSError(refusals.pop(), "for now")
+        return start(wanted)
+
+    monkeypatch.setattr(processes, "_popen", popen)
+    killed_often(processes, times=1)
+    assert not refusals
+
+
+def test_what_keeps_a_process_from_getting_ready_is_told_at_once(processes: Processes) -> None:
+    processes.start(spec("lost", "import sys; print('nobody is there', file=sys.stderr); sys.exit(75)", "127.0.0.1:1"))
+    with pytest.raises(InfrastructureError, match=r"lost exited with 75(.|\n)*nobody is there"):
+        processes.wait_ready(timeout_s=20)
+
+
+def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_number_of_times(
+    processes: Processes,
+) -> None:
+    processes.start(spec("gateway", "pass"))
+    wait_until(lambda: "gateway" in processes.watch(), "its leaving")
+    first = processes.pids()["gateway"]
+    processes.bring_back(["gateway"])
+    assert processes.pids()["gateway"] != first
+    wait_until(lambda: "gateway" in processes.watch(), "its leaving again")
+    with pytest.raises(InfrastructureError, match="gateway exited with 0"):
+        processes.bring_back(["gateway"])

@@ -1,101 +1,99 @@
-"""What a run's directory tells: whether it is one, whether its run is over, and why nobody answers for it."""
+"""A new run gets a directory of its own, and nothing is left behind by one that is refused."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from services.cli import run
-from services.cli.__main__ import app
-from services.cli.evaluate import evaluation_recipe
-from services.cli.plot import read_metrics
+from services.cli import run, run_directory
 from services.cli.reach import reach
-from services.cli.run_directory import check_run_directory, why_silent
-from services.cli.trace.reading import open_journal
-from services.cli.trajectories import read_trajectories
-from services.common.config.loading import load_recipe, save_resolved
-from services.common.errors import ConfigError, InfrastructureError
+from services.cli.run_directory import prepare
+from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path, unused_tcp_port: int) -> Path:
-    directory = tmp_path / "runs" / "quick"
-    directory.mkdir(parents=True)
-    overrides = [f"run.dir={tmp_path / 'runs'}", "run.id=quick", f"orchestrator.port={unused_tcp_port}"]
-    save_resolved(load_recipe(REPOSITORY / "recipes/quickstart", overrides, {}), directory)
-    return directory
+def quickstart(runs: Path, *overrides: str) -> Recipe:
+    return load_recipe(REPOSITORY / "recipes/quickstart", [f"run.dir={runs}", *overrides], {})
 
 
-def end(run_dir: Path, state: str) -> None:
-    (run_dir / "summary.json").write_text(json.dumps({"state": state}))
+def test_runs_that_start_in_the_same_second_share_no_directory(tmp_path: Path) -> None:
+    recipe = quickstart(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        prepared = list(pool.map(lambda _: prepare(recipe), range(8)))
+    assert len({directory for _, directory in prepared}) == 8
+    for resolved, directory in prepared:
+        assert resolved.run.id == directory.name
+        assert load_resolved(directory) == resolved
 
 
-@pytest.mark.parametrize(
-    "read", [check_run_directory, read_metrics, open_journal, lambda path: read_trajectories(path, last=1)]
-)
-def test_every_command_says_the_same_of_a_directory_that_holds_no_run(
-    read: Callable[[Path], object], run_dir: Path, tmp_path: Path
+def test_a_name_that_is_taken_is_told_with_both_ways_on(tmp_path: Path) -> None:
+    prepare(quickstart(tmp_path, "run.id=mine"))
+    with pytest.raises(ConfigError, match=r"choose another name with --set run\.id=NAME, or go on with it"):
+        prepare(quickstart(tmp_path, "run.id=mine"))
+
+
+def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/mine cannot be written \(Not a directory\).*--set run.dir="):
+        prepare(quickstart(tmp_path / "file", "run.id=mine"))
+
+
+def test_a_disk_that_was_full_is_not_in_the_way_of_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"runs is no run directory: recipe\.json is missing"):
-        read(tmp_path / "runs")
-    with pytest.raises(ConfigError, match=r"there is no directory .*quik; did you mean .*runs/quick\?"):
-        read(tmp_path / "runs" / "quik")
-    with pytest.raises(ConfigError, match=r"there is no directory .*zebra; the newest run there is .*runs/quick$"):
-        read(tmp_path / "runs" / "zebra")
+    recipe = quickstart(tmp_path, "run.id=mine")
+
+    def full(recipe: Recipe, run_dir: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_directory, "save_resolved", full)
+        with pytest.raises(ConfigError, match=r"mine cannot be written \(No space left on device\)"):
+            prepare(recipe)
+    assert load_resolved(prepare(recipe)[1]).run.id == "mine"
 
 
-def test_nobody_answers_for_a_run_that_starts_stands_or_is_over(run_dir: Path) -> None:
-    assert "starting checkpoints come first" in why_silent(run_dir)
-    (run_dir / "journal").mkdir()
-    assert f"millrace run --resume {run_dir}" in why_silent(run_dir)
-    end(run_dir, "stopped")
-    assert "the run is over (stopped)" in why_silent(run_dir)
+def test_keys_that_cannot_be_used_leave_no_directory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_KEYS", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="nowhere, which does not exist"):
+        prepare(quickstart(tmp_path / "runs", "run.id=mine"))
+    assert not (tmp_path / "runs").exists()
 
 
-def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _, directory = prepare(quickstart(tmp_path))
+    monkeypatch.setattr(
+        run_directory, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
+    )
+    with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
+        run_directory.reopen(directory)
+    assert "..." not in caught.value.message
+
+
+def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MILLRACE_KEYS", raising=False)
-    end(run_dir, "finished")
-    client = reach(run_dir, None)
-    try:
-        with pytest.raises(
-            InfrastructureError, match=r"nobody answers at .*: the run is over \(finished\); `millrace plot`"
-        ):
-            client.get_run()
-    finally:
-        client.close()
+    _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
+    with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
+        reach(directory, None)
+    assert not (directory / "keys").exists()
 
 
-def test_a_run_is_named_by_its_directory_or_by_its_address(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="not both"):
-        reach(run_dir, "127.0.0.1:1")
-
-
-@pytest.mark.parametrize(
-    ("state", "why"), [("finished", "all its training steps are done"), ("stopped", "millrace stop")]
-)
-def test_a_run_that_is_over_is_not_started_again(run_dir: Path, state: str, why: str) -> None:
-    assert run.reopen(run_dir)[1] == run_dir
-    end(run_dir, state)
-    with pytest.raises(ConfigError, match=f"does not go on: .*{why}.*begin another run"):
-        run.reopen(run_dir)
-
-
-def test_resolve_writes_over_no_run(run_dir: Path) -> None:
-    result = CliRunner().invoke(app, ["resolve", str(REPOSITORY / "recipes/quickstart"), str(run_dir)])
-    assert isinstance(result.exception, ConfigError)
-    assert "quick holds a run already: name another directory" in result.exception.message
-
-
-def test_a_misspelt_run_is_no_checkpoint_on_the_hub(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(run_dir.parent.parent)
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", [], {})
-    with pytest.raises(ConfigError, match=r"there is no directory .*quik; did you mean runs/quick\?"):
-        evaluation_recipe(recipe, ["runs/quik"])
+def test_what_a_killed_trainer_left_of_its_weights_goes_with_the_launcher(tmp_path: Path) -> None:
+    spill = tmp_path / "snapshots"
+    spill.mkdir()
+    dead, alive = (
+        spill / f"millrace.run.model0.3.{pid}.weights" for pid in (4194304, os.getpid())
+    )  # one beyond all pids
+    for left in (dead, alive):
+        left.touch()
+    run._sweep(tmp_path)
+    assert not dead.exists() and alive.exists()

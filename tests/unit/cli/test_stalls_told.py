@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import orjson
+import pytest
 from rich.console import Console
 
 from services.cli.plot_time import plot_time
 from services.cli.progress_view import ProgressView, StallsTold, render
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
+from services.common import disk
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 
@@ -109,6 +111,19 @@ def test_a_stopped_process_is_told_as_such() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    silence = Silence("127.0.0.1:1", clock=clock, run_dir=tmp_path)
+    silence.missed()
+    clock.now = 11.0
+    monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES - 1)
+    assert silence.stall is not None and f"the disk of {tmp_path} is full" in silence.stall.detail
+    monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES)
+    assert "is full" not in silence.stall.detail
 
 
 def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -28,3 +31,38 @@ def test_a_process_that_leaves_without_a_teardown_tells_the_same(body: str) -> N
     exit_code, words = ENDS[body]
     assert (done.returncode, done.stdout) == (exit_code, "said")
     assert words in done.stderr and bool(done.stderr) == bool(words)
+
+
+def test_a_rank_dies_at_once_with_its_launcher_whatever_it_does_on_sigterm() -> None:
+    """Another launcher starts ranks that need its ports and files; none of them waits for it to finish a step."""
+    rank = (
+        "import os, signal, time\n"
+        "from services.common.process import die_with_parent_if_asked\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "die_with_parent_if_asked(signal.SIGKILL)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    launcher = (
+        "import os, subprocess, sys, time\n"
+        "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid())}\n"
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}], env=environment)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.stdout.read()  # ends when the rank, which holds it too, has gone
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and _state(pid) != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"

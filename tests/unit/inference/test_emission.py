@@ -1,4 +1,4 @@
-"""Stretches in which tokens came, and shares of waiting."""
+"""Intervals in which tokens came, and shares of waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from services.inference.emission import EmissionLog
 
 
-def stretches(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:
+def intervals(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:
     for at in times:
         log.on_tokens(1, at)
     return log.take()
@@ -23,12 +23,12 @@ def stretches(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]
     ],
 )
 def test_gaps_below_50_ms_are_joined(times: list[float], expected: list[tuple[float, float]]) -> None:
-    assert stretches(EmissionLog(), times) == expected
+    assert intervals(EmissionLog(), times) == expected
 
 
-def test_a_stretch_goes_on_over_a_report_without_a_hole() -> None:
+def test_an_interval_goes_on_over_a_report_without_a_hole() -> None:
     log = EmissionLog()
-    assert stretches(log, [1.0, 1.02]) == [(1.0, 1.02)]
+    assert intervals(log, [1.0, 1.02]) == [(1.0, 1.02)]
     assert log.take() == []
-    assert stretches(log, [1.05]) == [(1.02, 1.05)]
-    assert stretches(log, [3.0]) == [(3.0, 3.0)]
+    assert intervals(log, [1.05]) == [(1.02, 1.05)]
+    assert intervals(log, [3.0]) == [(3.0, 3.0)]

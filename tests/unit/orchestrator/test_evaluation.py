@@ -18,7 +18,7 @@ def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
 
 
 def report(world: World, replica: Replica, number: int) -> None:
-    world.ring.report_replica(
+    world.replica_side.report(
         replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
         gauges={},
     )  # fmt: skip
@@ -27,7 +27,7 @@ def report(world: World, replica: Replica, number: int) -> None:
 async def train_one_step(world: World, orders: list, step: int, version: int) -> None:  # type: ignore[type-arg]
     for order in orders:
         await world.play(order, version)
-    await world.ring.pull_batch("model0", step, timeout_s=1.0)
+    await world.trainer_side.pull_batch("model0", step, timeout_s=1.0)
     await world.publish(step)
 
 
@@ -137,7 +137,7 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
         orders = await world.orders(replica)
         assert [dict(order.required_versions) for order in orders] == [{"model0": 0}] * 3
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in orders))
-        other = world.ring.join_replica(
+        other = world.replica_side.join(
             Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
         )
         assert not world.ring.dispatcher.may_play(other, {"model0": 0}), "it loaded something else"

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records, rollouts, writer
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 
 Open = Callable[..., Journal]

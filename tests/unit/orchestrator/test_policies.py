@@ -26,7 +26,7 @@ async def begin(world: World) -> Replica:
 def swapped(world: World, replica: Replica, **versions: int) -> None:
     """The replica tells that it serves these versions."""
     held = {policy: Held(number, f"d{number}") for policy, number in versions.items()}
-    world.ring.report_replica(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
+    world.replica_side.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
 
 
 async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worlds: Callable[..., World]) -> None:
@@ -42,7 +42,7 @@ async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[...,
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert {order.policies for order in await world.orders(replica)} == {("a",)}
@@ -61,19 +61,19 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(policies=AB, max_staleness=0)
-    world.ring.join_trainer("b", "t", 1, 0, {})
+    world.trainer_side.join("b", "t", 1, 0, {})
     replica = await begin(world)
     orders = await world.orders(replica)
     assert len(orders) == 2
     for order in orders:
         await world.play(order)
-    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert await world.orders(replica) == [], "b has no room"
     world.ring.trainer_lost("b")
     assert len(await world.orders(replica)) == 2, "a goes on alone"
-    world.ring.join_trainer("b", "t2", 1, 0, {})
+    world.trainer_side.join("b", "t2", 1, 0, {})
     assert not world.ring.experience.admission.absent
 
 
@@ -95,11 +95,11 @@ async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.ring.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     if lockstep:
         with pytest.raises(DeadlineError):
-            await world.ring.pull_batch("a", 2, timeout_s=0.05)
-        await world.ring.pull_batch("b", 1, timeout_s=1.0)
+            await world.trainer_side.pull_batch("a", 2, timeout_s=0.05)
+        await world.trainer_side.pull_batch("b", 1, timeout_s=1.0)
         await world.publish(1, policy="b")
-    await world.ring.pull_batch("a", 2, timeout_s=1.0)
+    await world.trainer_side.pull_batch("a", 2, timeout_s=1.0)

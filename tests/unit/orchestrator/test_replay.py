@@ -87,7 +87,7 @@ class LongWorld(World):
         replica = self.join(number=number - 1)
         for order in await self.orders(replica):
             await self.play(order, version=number - 1)
-        batch = await self.ring.pull_batch("model0", number, 5.0)
+        batch = await self.trainer_side.pull_batch("model0", number, 5.0)
         await self.publish(number)
         return batch
 
@@ -164,9 +164,9 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         replica = mortal.join(number=number - 1)
         for order in await mortal.orders(replica):
             await mortal.play(order, version=number - 1)
-        found = await mortal.ring.pull_batch("model0", number, 5.0)
+        found = await mortal.trainer_side.pull_batch("model0", number, 5.0)
         await mortal.crash()  # the batch is recorded, its version not published
-        again = await mortal.ring.pull_batch("model0", number, 5.0)
+        again = await mortal.trainer_side.pull_batch("model0", number, 5.0)
         assert ids(again.share(0, 1)) == ids(found.share(0, 1)) == ids(expected.share(0, 1))
         assert again.record == found.record
         await mortal.publish(number)
@@ -201,4 +201,4 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
-    assert (await world.ring.pull_batch("model0", 4, 5.0)).record == fourth.record
+    assert (await world.trainer_side.pull_batch("model0", 4, 5.0)).record == fourth.record

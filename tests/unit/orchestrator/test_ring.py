@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from services.common.accounts import PeerState
 from services.common.errors import (
     CorruptDataError,
     DeadlineError,
@@ -79,7 +80,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     other = world.join("other")
     assert await world.orders(other) == []
     world.clock.now += 20.0
-    world.ring.report_replica("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
+    world.replica_side.report("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
     world.clock.now += 15.0
     await Watch(world.ring).tick()
     reissued = {order.task_group_id: order.indices for order in await world.orders(other)}
@@ -137,7 +138,7 @@ async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: C
     before = await world.orders(replica)
     for order in before:
         await world.play(order)
-    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
     await world.crash()
     await world.publish(1)
     world.train()
@@ -154,11 +155,11 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
     world.train()
     for order in await world.orders(world.join()):
         await world.play(order)
-    batch = await world.ring.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
     whole = batch.share(0, 1)
     assert not batch.replayed
     await world.crash()
-    again = await world.ring.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_side.pull_batch("model0", 1, 5.0)
     assert again.replayed
     assert again.record == batch.record
     for num_ranks in (1, 2, 3):
@@ -184,7 +185,7 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
 async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., World]) -> None:
     world = worlds()
     await world.publish(0)
-    asking = [asyncio.ensure_future(world.ring.pull_batch("model0", 1, 20.0)) for _ in range(3)]
+    asking = [asyncio.ensure_future(world.trainer_side.pull_batch("model0", 1, 20.0)) for _ in range(3)]
     asking[0].cancel()  # a rank that goes away does not disturb the others
     world.train()
     for order in await world.orders(world.join()):
@@ -203,7 +204,7 @@ async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..
         replica = world.join(number=step - 1)
         for order in await world.orders(replica):
             await world.play(order, version=step - 1)
-        batch = await world.ring.pull_batch("model0", step, 5.0)
+        batch = await world.trainer_side.pull_batch("model0", step, 5.0)
         seen += [entry.sequence_id for entry in batch.record.entries]
         await world.crash()
         await world.publish(step)
@@ -215,11 +216,11 @@ async def test_a_pull_without_sequences_names_what_it_waited_for(worlds: Callabl
     world = worlds()
     await world.publish(0)
     with pytest.raises(DeadlineError, match=r"model0: batch of step 1 \(8 sequences\) took longer"):
-        await world.ring.pull_batch("model0", 1, 0.05)
+        await world.trainer_side.pull_batch("model0", 1, 0.05)
     with pytest.raises(InvalidRequestError, match="newest recorded batch is that of step 0"):
-        await world.ring.pull_batch("model0", 2, 0.05)
+        await world.trainer_side.pull_batch("model0", 2, 0.05)
     with pytest.raises(InvalidRequestError, match="the run has 3 steps"):
-        await world.ring.pull_batch("model0", 4, 0.05)
+        await world.trainer_side.pull_batch("model0", 4, 0.05)
 
 
 async def test_a_batch_whose_trajectory_is_corrupted_is_refused(worlds: Callable[..., World]) -> None:
@@ -228,12 +229,12 @@ async def test_a_batch_whose_trajectory_is_corrupted_is_refused(worlds: Callable
     world.train()
     for order in await world.orders(world.join()):
         await world.play(order)
-    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
     await world.crash()
     path = segment_path(world.run_dir / "journal", "trajectories", 1)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CorruptDataError, match="lacks trajectories"):
-        await world.ring.pull_batch("model0", 1, 5.0)
+        await world.trainer_side.pull_batch("model0", 1, 5.0)
 
 
 async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:
@@ -245,7 +246,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
     assert not any(isinstance(c, PlayGroup) for c in commands)
     assert "no replica holds a version" in world.ring.dispatcher.waits_for
-    world.ring.report_replica("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
+    world.replica_side.report("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 4
 
 
@@ -258,7 +259,7 @@ async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_w
     replica = world.join()
     for order in await world.orders(replica):
         await world.play(order)
-    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
     await world.publish(1)
     assert await world.orders(replica) == []
     fresh = world.join("fresh", number=1)
@@ -275,11 +276,11 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     orders = await world.orders(replica)
     for order in orders[:2]:
         await world.play(order)
-    await world.ring.pull_batch("model0", 1, 5.0)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
     await world.publish(1)  # its batch returns 8, but 8 of version 0 stand before anything that replica would sample
     assert await world.orders(replica) == []
     assert "only for replicas that hold newer versions" in world.ring.dispatcher.waits_for
-    world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    world.replica_side.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 2
 
 
@@ -324,7 +325,7 @@ async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch
     assert [plan.own_stripe for plan in plans if plan is not None] == [0, 1, None]
     assert all(announced[0].version.sources == ("x:1",) for announced in told)
 
-    world.ring.report_replica("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
+    world.replica_side.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
     late = world.join("d", weights_address="d:1")
     [announced] = [c for c in await world.commands(late) if isinstance(c, AnnounceVersion)]
     assert announced.plan is None and announced.version.sources == ("a:1", "x:1")
@@ -332,12 +333,12 @@ async def test_replicas_share_the_fetching_of_a_new_version_and_later_ones_fetch
 
 async def test_version_conflicts_and_stale_trainers_are_refused(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.ring.join_trainer("model0", "t", 1, 0, {})
+    world.trainer_side.join("model0", "t", 1, 0, {})
     assert await world.publish(0) == 0
     assert await world.publish(0) == 0
     with pytest.raises(VersionConflictError):
         await world.publish(0, digest="other")
-    world.ring.join_trainer("model0", "t2", 1, 0, {})
+    world.trainer_side.join("model0", "t2", 1, 0, {})
     with pytest.raises(LeaseLostError):
         await world.publish(0)
     assert await world.publish(0, incarnation="t2") == 0
@@ -355,7 +356,7 @@ async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callabl
 
 async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
     world = worlds()
-    trainer = world.ring.join_trainer("model0", "t", 1, 0, {})
+    trainer = world.trainer_side.join("model0", "t", 1, 0, {})
     await world.publish(0)
     replica = world.join()
     world.ring.pause()
@@ -364,7 +365,7 @@ async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds
     assert await world.orders(replica) == []
     await world.crash()
     assert world.ring.control.state is RunState.PAUSED
-    trainer = world.ring.join_trainer("model0", "t", 1, 0, {})
+    trainer = world.trainer_side.join("model0", "t", 1, 0, {})
     assert trainer.mailbox is not None
     assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
     replica = world.join()
@@ -416,6 +417,21 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
     assert world.ring.counters["failures_replicas_lost"] == 4
 
 
+async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(world.join()))[0].task_group_id
+    for _ in range(20):
+        world.clock.now += 35.0
+        await Watch(world.ring).tick()  # the lease has run out
+        assert world.ring.pool.get("a") is None
+        await world.orders(world.join(running=[name]))
+    assert world.ring.groups[name].num_lost == 0
+    assert world.ring.counters["failures_replicas_lost"] == 0
+    assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
 # --- evaluation and the run's life -----------------------------------------------------------------------------------
 
 
@@ -455,7 +471,7 @@ async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(world
     assert len(orders) == 3
     # While it plays, newer weights are not announced to it; afterwards they are.
     world.ring.apply_version(WeightVersion(policy="model0", number=2, digest="d2"), {})
-    world.ring._announce("model0", True)
+    world.ring.announce("model0", True)
     assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
     for order in orders:
         await world.send(trajectory(order.task_group_id, 0, version=1))
@@ -518,3 +534,34 @@ async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Ca
     assert not ring.control.paused
     assert ring.ingest.failures_in_a_row == 0
     assert "the reward is broken" not in ring.dispatcher.held_back
+
+
+async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when_they_hear_of_it(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    ring, watch = world.ring, Watch(world.ring)
+    replica = world.join()
+    await watch.tick()
+
+    async def heard(silent_s: float) -> None:
+        gateway = PeerState(component="envgateway", silent_s=silent_s)
+        world.replica_side.report("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
+        world.clock.now += 2
+        await watch.tick()
+
+    ring.ingest.failures_in_a_row = 256
+    await heard(silent_s=40.0)
+    assert ring.control.paused
+    assert "by itself once replicas hear of envgateway again" in ring.dispatcher.held_back
+    await heard(silent_s=42.0)
+    assert ring.control.paused
+    await heard(silent_s=0.0)
+    assert not ring.control.paused and "failures" not in ring.dispatcher.holds
+    assert ring.ingest.failures_in_a_row == 0
+
+    ring.ingest.failures_in_a_row = 256
+    await heard(silent_s=0.0)  # now it is not the gateway
+    assert ring.control.paused
+    await heard(silent_s=0.0)
+    assert ring.control.paused

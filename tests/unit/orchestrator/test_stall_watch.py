@@ -22,7 +22,7 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
     )
     replica = world.ring.pool.get(name)
     assert replica is not None
-    world.ring.report_replica(
+    world.replica_side.report(
         name,
         "1",
         held=replica.held,
@@ -132,15 +132,14 @@ async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Ca
 
 async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.ring.join_trainer("model0", "1", 2, 0, {})
+    world.trainer_side.join("model0", "1", 2, 0, {})
     before = world.ring.trainers.get("model0")
     assert before is not None
     lease = before.lease_until
     world.clock.now += 5.0
     world.ring.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
-    world.ring.trainers.report_rank(
-        "model0", 7, (AccountState(component="trainer/model0/rank7"),)
-    )  # not of this trainer
+    # Not of this trainer.
+    world.ring.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
     assert "trainer/model0/rank1" in facts(world.ring).accounts

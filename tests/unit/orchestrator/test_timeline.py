@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 
 from services.orchestrator.timeline import LIVE_S, Timeline, clip, length, merge, overlap
 
-stretches = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20)
+intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20)
 
 
 def covered(found: list[tuple[float, float]]) -> set[int]:
     return {second for begin, end in found for second in range(int(begin), int(end))}
 
 
-@given(left=stretches, right=stretches)
+@given(left=intervals, right=intervals)
 def test_overlap_counts_the_seconds_that_lie_in_both(
     left: list[tuple[float, float]], right: list[tuple[float, float]]
 ) -> None:
@@ -28,7 +28,7 @@ def test_overlap_share_is_the_share_of_compute_time_in_which_tokens_were_emitted
     assert timeline.overlap_share == (5.0 + 5.0) / 20.0
 
 
-def test_a_moment_without_length_is_no_stretch() -> None:
+def test_a_moment_without_length_is_no_interval() -> None:
     timeline = Timeline()
     timeline.emitted("a", [(5.0, 5.0)])
     timeline.computed("model0", [(5.0, 5.0)])

@@ -15,10 +15,13 @@ from services.orchestrator.commands import PlayGroup
 from services.orchestrator.datasets import ListSource
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.journal.writer import Journal, JournalReader
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.pool import Held, Hello, Replica
 from services.orchestrator.recovery import recover
+from services.orchestrator.replica_side import ReplicaSide
 from services.orchestrator.ring import Ring
+from services.orchestrator.trainer_side import TrainerSide
 from tests.unit.orchestrator.builders import sequence, trajectory
 
 
@@ -86,6 +89,7 @@ class World:
             started_at=0.0,
             clock=self.clock,
         )
+        self.replica_side, self.trainer_side = ReplicaSide(self.ring), TrainerSide(self.ring)
         reader = JournalReader(self.run_dir / "journal")
         recover(self.ring, reader)
         reader.close()
@@ -113,7 +117,7 @@ class World:
         weights_address: str = "",
     ) -> Replica:
         held = {policy: Held(number, f"d{number}") for policy in self.policies}
-        return self.ring.join_replica(
+        return self.replica_side.join(
             Hello(
                 replica_id=name,
                 incarnation=incarnation,
@@ -158,7 +162,7 @@ class World:
 
     async def publish(self, number: int, digest: str = "", incarnation: str = "t", policy: str = "model0") -> int:
         version = WeightVersion(policy=policy, number=number, digest=digest or f"d{number}", sources=("x:1",))
-        return await self.ring.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+        return await self.trainer_side.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
 
     def train(self) -> None:
         self.ring.dispatcher.train = True

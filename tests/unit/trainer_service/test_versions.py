@@ -12,7 +12,8 @@ import pytest
 from services.common.config.policy import WeightsConfig
 from services.common.weights import snapshot_file
 from services.common.weights.manifest import TensorSpec
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotWriter
+from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotSpaceError, SnapshotWriter
+from services.trainer import versions
 from services.trainer.model import build_policy_model
 from services.trainer.sharding import Ranks
 from services.trainer.snapshot import Snapshots
@@ -54,6 +55,34 @@ class TakingProcess:
         self.announced.append(path)
 
 
+def snapshots_in(*directories: Path) -> Snapshots:
+    model = build_policy_model(tiny_causal_lm(), Ranks.single())
+    return Snapshots(
+        model, Ranks.single(), run_id="r", policy="p", dtype="bfloat16", algorithm="blake3", directories=directories
+    )
+
+
+def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = [errno.ENOSPC] * 3
+    reserve = os.posix_fallocate
+
+    def no_room_yet(descriptor: int, offset: int, size: int) -> None:
+        if refusals:
+            raise OSError(refusals.pop(), "no room")
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room_yet)  # type: ignore[attr-defined]
+    monkeypatch.setattr(versions, "ROOM_EVERY_S", 0.0)
+    process: Any = TakingProcess()
+    publisher = SnapshotPublisher(policy="p", snapshots=snapshots_in(tmp_path), process=process)
+    assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals
+
+    refusals += [errno.ENOSPC] * 1000
+    with pytest.raises(SnapshotSpaceError, match="no room for version 5"):
+        publisher.publish(5)
+    assert len(process.announced) == 1
+
+
 def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,10 +97,7 @@ def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_told(
         reserve(descriptor, offset, size)
 
     monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room)  # type: ignore[attr-defined]
-    model = build_policy_model(tiny_causal_lm(), Ranks.single())
-    snapshots = Snapshots(
-        model, Ranks.single(), run_id="r", policy="p", dtype="bfloat16", algorithm="blake3", directories=(full, spill)
-    )
+    snapshots = snapshots_in(full, spill)
     process: Any = TakingProcess()
     published = SnapshotPublisher(policy="p", snapshots=snapshots, process=process).publish(4)
     assert published is not None

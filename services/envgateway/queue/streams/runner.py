@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 import structlog
 
-from services.common.aio import TaskOwner, backoff
+from services.common.aio import TaskOwner
 from services.common.errors import InvalidRequestError
 from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane
 from services.envgateway.queue.base import Job, JobResult, infrastructure_failure
 from services.envgateway.queue.codec import decode_result, encode_job
-from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client, heed_cancellation
+from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client
 from services.envgateway.queue.streams.journal import Journal, Unanswered
+from services.envgateway.queue.streams.loops import RedisLoops
 from services.envgateway.queue.streams.names import JOB_ID, PAYLOAD, Names, finish
 from services.envgateway.queue.streams.scripts import SEND, THERE
 
@@ -57,7 +58,7 @@ class StreamsRunner:
         self._looks = 0
         self._suspicious = False  # Redis failed since the last inventory
         self._present = False  # has this gateway said to Redis that it lives
-        self._connected = True
+        self._loops = RedisLoops(self._redis_failed, self._redis_returned)
         self._num_workers = 0
         self._num_slots = 0
         self._tasks = TaskOwner()
@@ -69,7 +70,7 @@ class StreamsRunner:
             (self._receive, "receive results"),
             (self._look, "look after jobs"),
         ):
-            self._tasks.start(self._for_ever(work), f"queue: {name}")
+            self._tasks.start(self._loops.for_ever(work), f"queue: {name}")
 
     async def failed(self) -> None:
         """Until one of the loops ends, which only a bug can do; raises what it raised."""
@@ -112,26 +113,17 @@ class StreamsRunner:
             "queue_unanswered": float(len(self._journal)),
             "queue_workers": float(self._num_workers),
             "queue_worker_slots": float(self._num_slots),
-            "queue_redis_connected": float(self._connected),
+            "queue_redis_connected": float(self._loops.connected),
             **{f"queue_{name}": float(count) for name, count in self.counts.items()},
         }
 
-    async def _for_ever(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        pauses = backoff(0.05, 2.0)
-        while True:
-            try:
-                await work()
-                heed_cancellation()
-                pauses = backoff(0.05, 2.0)
-                if not self._connected:
-                    self._connected = True
-                    log.info("queue.redis_back", unanswered=len(self._journal))
-            except UNREACHABLE as error:
-                self._suspicious = True
-                if self._connected:
-                    self._connected = False
-                    log.warning("queue.redis_lost", error=str(error), unanswered=len(self._journal))
-                await asyncio.sleep(next(pauses))
+    def _redis_failed(self, error: BaseException, was_connected: bool) -> None:
+        self._suspicious = True
+        if was_connected:
+            log.warning("queue.redis_lost", error=str(error), unanswered=len(self._journal))
+
+    def _redis_returned(self) -> None:
+        log.info("queue.redis_back", unanswered=len(self._journal))
 
     # -- send -----------------------------------------------------------------------------------------------------
 

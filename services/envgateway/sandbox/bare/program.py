@@ -99,9 +99,8 @@ def execute_echoing(source: bytes, namespace: dict[str, Any], note_fd: int, file
     tree = compiled(source, note_fd, ast.PyCF_ONLY_AST, filename)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
-    whole = compiled(
-        source, note_fd, filename=filename
-    )  # finds what only the compiler does: a return outside of a function
+    # Finds what only the compiler does: a return outside of a function.
+    whole = compiled(source, note_fd, filename=filename)
     if not isinstance(last, ast.Expr):
         exec(whole, namespace)
         return

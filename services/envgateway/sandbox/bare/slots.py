@@ -80,13 +80,13 @@ class Slot:
             if name != "work":
                 remove_tree(os.path.join(self.directory, name))
 
-    def strays(self, strangers: list[int]) -> list[int]:
+    def strays(self, among: list[int]) -> list[int]:
         """Those of the processes that belong to this slot; at tier 2 whatever its room has adopted."""
         if self._room is not None:
             return procfs.children(self._room.pid)
         if self.own_user:
-            return [pid for pid in strangers if procfs.user(pid) == self.uid]
-        return [pid for pid in strangers if procfs.mark(pid) == self.mark]
+            return [pid for pid in among if procfs.user(pid) == self.uid]
+        return [pid for pid in among if procfs.mark(pid) == self.mark]
 
     def kill(self, strays: list[int]) -> None:
         """Kill the strays and all below them; at tiers 2 and 1 everything of the slot's user, in one call."""

@@ -17,25 +17,26 @@ import socket
 import time
 from typing import Any
 
-from . import messages, procfs, wire
+from . import messages, procfs
 from .conversation import Conversation
 from .forkserver import ForkServers, Zygote
+from .gateway_end import GatewayEnd
 from .line import Line, Request
 from .messages import Start
+from .orphans import Orphans
 from .places import PROGRAM, Places
 from .run import Limits, Run, never_begun
 from .sealed import sealed
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANING_LOOK_S = 0.002
-_COUNT_USER_EVERY_S = 1.0
+_KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 
 
 class Supervisor:
     """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
 
     def __init__(self, gateway: socket.socket, tier: str, places: Places, zygote: dict[str, Any]) -> None:
-        self._gateway = gateway
         self._tier = tier
         self._places = places
         self._slots = places.slots
@@ -43,17 +44,13 @@ class Supervisor:
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
         self._conversations: dict[int, Conversation] = {}
-        self._outgoing = bytearray()
-        self._frames = wire.FrameReader()
-        self._pid = os.getpid()
-        self._user_tasks = 0
-        self._count_again = 0.0
         self._epoll = select.epoll()
-        self._epoll.register(gateway, select.EPOLLIN)
+        self._gateway = GatewayEnd(self._epoll, gateway)
         self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._forks = ForkServers(
             self._epoll, {**zygote, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots]}
         )
+        self._orphans = Orphans(tier, self._forks)
         self._forks.start("plain")
 
     def start_profiles(self, profiles: list[str]) -> None:
@@ -83,15 +80,13 @@ class Supervisor:
 
     def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
         """One run without a gateway: the start-up probe."""
-        self._epoll.unregister(self._gateway)
+        self._gateway.hide()
         self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM},
                     limits, source, b"", b"")  # fmt: skip
-        while not self._outgoing:
+        while not self._gateway.unsent:
             self._turn()
-        frame = next(wire.FrameReader().feed(bytes(self._outgoing)))
-        self._outgoing.clear()
-        self._epoll.register(self._gateway, select.EPOLLIN)
-        return frame
+        self._gateway.show()
+        return self._gateway.take_back()
 
     def close(self) -> None:
         self._forks.close()
@@ -109,9 +104,9 @@ class Supervisor:
             zygote = self._forks.of_fd(fd)
             if zygote is not None:
                 self._receive_from(zygote)
-            elif fd == self._gateway.fileno():
+            elif fd == self._gateway.fd:
                 if event & select.EPOLLOUT:
-                    self._flush()
+                    self._gateway.flush()
                 if event & ~select.EPOLLOUT and not self._receive_requests():
                     return False
             else:
@@ -119,16 +114,16 @@ class Supervisor:
         now = time.monotonic()
         due = [run for run in self._runs.values() if run.next_look <= now]
         if due:
-            strangers = self._strangers()
+            orphans = self._orphans.found()
             for run in due:
-                self._look(run, now, strangers)
+                self._look(run, now, orphans)
         for run in list(self._cleaning.values()):
             self._clean(run, now)
         return True
 
-    def _look(self, run: Run, now: float, strangers: list[int]) -> None:
+    def _look(self, run: Run, now: float, orphans: list[int]) -> None:
         run.strays_cpu_s = max(run.strays_cpu_s, run.slot.adopted_cpu_s() - run.adopted_before_s)
-        status = run.look(now, run.slot.strays(strangers))
+        status = run.look(now, run.slot.strays(orphans))
         if run.id in self._conversations:
             self._pass_on(self._conversations[run.id])
         if status is not None:
@@ -141,18 +136,16 @@ class Supervisor:
             run.stop_status = status
         # asked of the zygote, which alone knows that the pid is not yet somebody else's
         run.zygote.send(messages.order(messages.KILL, run.id))
-        run.next_look = time.monotonic() + 0.05
+        run.next_look = time.monotonic() + _KILL_TAKES_S
 
     # -- the gateway's side -------------------------------------------------------------------------------------
 
     def _receive_requests(self) -> bool:
-        try:
-            data = self._gateway.recv(1 << 20)
-        except ConnectionResetError:
+        """False when the gateway has gone."""
+        requests = self._gateway.receive()
+        if requests is None:
             return False
-        if not data:
-            return False
-        for head, blobs in self._frames.feed(data):
+        for head, blobs in requests:
             if head["kind"] == "run":
                 self._begin_or_wait(Request(head, Limits(**head["limits"]), *blobs))
             elif head["kind"] == "say":
@@ -176,22 +169,7 @@ class Supervisor:
         if run_id in self._runs:
             self._stop(self._runs[run_id], "CANCELLED")
         elif self._line.remove(run_id):
-            self._send(*never_begun(run_id, "CANCELLED", self._tier))
-
-    def _send(self, head: dict[str, Any], blobs: list[bytes]) -> None:
-        self._outgoing += wire.encode(head, blobs)
-        if head["id"]:
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            sent = self._gateway.send(self._outgoing, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except (BrokenPipeError, ConnectionResetError):  # the gateway has gone: the next read says so
-            sent = len(self._outgoing)
-        del self._outgoing[:sent]
-        self._epoll.modify(self._gateway, select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
+            self._gateway.send(*never_begun(run_id, "CANCELLED", self._tier))
 
     def _converse(self, fd: int) -> None:
         for conversation in list(self._conversations.values()):
@@ -220,9 +198,9 @@ class Supervisor:
         said = conversation.take()
         if run.is_live:
             told, output = run.end_turn()
-            self._send({"kind": "said", "id": run.id, **told}, [said, *output])
+            self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
         else:
-            self._send({"kind": "said", "id": run.id}, [said])
+            self._gateway.send({"kind": "said", "id": run.id}, [said])
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +223,7 @@ class Supervisor:
             ask_fd = sealed(payload) if payload else self._devnull
         message = messages.START_STRUCT.pack(
             *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
-                   limits.memory_bytes, limits.processes + self._others_of_user(), limits.file_bytes,
+                   limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
                    limits.open_files, limits.disk_bytes, limits.num_files, slot.mark)
         )  # fmt: skip
         write_ends = [write_end for _, write_end in pipes]
@@ -259,19 +237,6 @@ class Supervisor:
         for fd in fds:
             if fd != self._devnull:
                 os.close(fd)
-
-    def _others_of_user(self) -> int:
-        """Processes that the kernel counts with a program's own: at tier 0 those of the gateway's user.
-
-        Without a limit in the kernel a fork bomb doubles in less time than passes between two looks.
-        """
-        if self._tier != "0":
-            return 0
-        now = time.monotonic()
-        if now >= self._count_again:
-            self._user_tasks = procfs.num_tasks_of(os.getuid())
-            self._count_again = now + _COUNT_USER_EVERY_S
-        return self._user_tasks
 
     def _receive_from(self, zygote: Zygote) -> None:
         message = self._forks.receive(zygote)
@@ -313,8 +278,8 @@ class Supervisor:
 
     def _clean(self, run: Run, now: float) -> None:
         """Answer if the slot is empty; else kill what is there and look again soon."""
-        self._reap()
-        strays = run.slot.strays(self._strangers())
+        self._orphans.reap([*self._runs.values(), *self._cleaning.values()])
+        strays = run.slot.strays(self._orphans.found())
         if strays:
             used = procfs.usage(procfs.descendants(strays))
             run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
@@ -326,28 +291,7 @@ class Supervisor:
         self._places.give_back(run.slot)
         self._line.ended(run.id)
         self._begin_next()
-        self._send(*run.result(self._tier))
-
-    def _strangers(self) -> list[int]:
-        """Children of ours that belong to us no more: what programs left behind. At tier 2 the rooms adopt them."""
-        if self._tier == "2":
-            return []
-        zygotes = self._forks.pids
-        return [pid for pid in procfs.children(self._pid) if pid not in zygotes]
-
-    def _reap(self) -> None:
-        """Collect dead strays, and charge them to the run whose user they ran as."""
-        while True:
-            try:
-                state = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if state is None:
-                return
-            _, _, usage = os.wait4(state.si_pid, 0)
-            for run in [*self._runs.values(), *self._cleaning.values()]:
-                if run.slot.own_user and run.slot.uid == state.si_uid:
-                    run.strays_cpu_s += usage.ru_utime + usage.ru_stime
+        self._gateway.send(*run.result(self._tier))
 
 
 def become_supervisor() -> None:

@@ -19,6 +19,7 @@ import orjson
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.types import Sampling
+from services.inference.engine.sglang.legs import Chunk, Finish, LegRequest, VersionSpan
 
 PauseMode = Literal["retract", "in_place"]
 
@@ -27,6 +28,7 @@ QUESTION_TIMEOUT_S = 15.0  # what a server answers beside its work
 CONTROL_TIMEOUT_S = 60.0  # what waits for the decoding step that runs
 UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
 MASKED_TOKENS = 1024  # largest top-k of which a server tells the behaviour log-probability; started with it
+_JSON = {"Content-Type": "application/json"}
 _SUPPRESSED = -1e9  # added to a logit: a token that cannot be drawn
 
 
@@ -36,49 +38,6 @@ class Refused(InfrastructureError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status=str(status))
         self.status = status
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegRequest:
-    """One call of a server for one request: a continuation of ``input_ids``."""
-
-    rid: str
-    input_ids: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling  # of which temperature, top_p and top_k are meant
-    stop_token_ids: Sequence[int]
-    suppress_stop: bool  # none of the stop tokens can be drawn
-    chunk_tokens: int  # tokens that come together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Tokens ``start`` to ``end`` of the leg were computed with this version of the weights."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """Why a leg ended. ``matched`` is the stop token; ``message`` and ``status`` are an abortion's."""
-
-    kind: Literal["stop", "length", "abort"]
-    spans: tuple[VersionSpan, ...]
-    matched: int | None = None
-    message: str = ""
-    status: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Tokens that have come since the last chunk, with their log-probabilities."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # NaN where the server had none
-    cached_tokens: int  # of the leg's input, taken from the server's cache
-    finish: Finish | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +93,10 @@ class TokenStream:
 
 
 class SglangClient:
-    """One server at ``address`` (``http://host:port``), which answers those who know its ``key``. Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer."""
+    """One server at ``address`` (``http://host:port``), which answers those who know its ``key``.
+
+    Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer.
+    """
 
     def __init__(self, address: str, key: str) -> None:
         self.address = address
@@ -162,34 +124,10 @@ class SglangClient:
     @asynccontextmanager
     async def generate(self, leg: LegRequest) -> AsyncIterator[TokenStream]:
         """Leaving the context before the end drops the connection, which ends the leg at the server too."""
-        sampling = leg.sampling
-        greedy = sampling.temperature == 0
-        masked = not greedy and (sampling.top_p < 1 or sampling.top_k > 0)
-        parameters: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "max_new_tokens": leg.max_new_tokens,
-            "stream_interval": leg.chunk_tokens,
-        }
-        if masked:
-            parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or MASKED_TOKENS}
-        if leg.suppress_stop or not leg.stop_token_ids:
-            parameters["ignore_eos"] = True
-        else:
-            parameters["stop_token_ids"] = list(leg.stop_token_ids)
-        if leg.suppress_stop:
-            parameters["logit_bias"] = {str(token): _SUPPRESSED for token in leg.stop_token_ids}
-        body: dict[str, Any] = {
-            "rid": leg.rid,
-            "input_ids": list(leg.input_ids),
-            "sampling_params": parameters,
-            "return_logprob": True,
-            "stream": True,
-        }
-        if masked:
-            body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+        masked = _is_masked(leg.sampling)
         try:
             response = await self._session.post(
-                f"{self.address}/generate", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+                f"{self.address}/generate", data=orjson.dumps(_leg_body(leg)), headers=_JSON
             )
         except (aiohttp.ClientError, OSError) as error:
             raise InfrastructureError(f"{self.address} does not answer: {error!r}") from error
@@ -211,9 +149,8 @@ class SglangClient:
     async def pause(self, mode: PauseMode) -> None:
         """Return when no decoding step is running. ``retract`` gives the KV cache of what runs back, ``in_place`` keeps it."""
         await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
-        await self._get(
-            "/server_info", CONTROL_TIMEOUT_S
-        )  # answered by the scheduler, after it has read the line above
+        # Answered by the scheduler, after it has read the line above.
+        await self._get("/server_info", CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {"torch_empty_cache": False}, CONTROL_TIMEOUT_S)
@@ -306,7 +243,7 @@ class SglangClient:
         return await self._ask("GET", path, timeout_s)
 
     async def _ask(self, method: str, path: str, timeout_s: float, data: bytes | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"} if data is not None else {}
+        headers = _JSON if data is not None else {}
         try:
             async with deadline(timeout_s, f"{path} of the SGLang server at {self.address}"):
                 async with self._session.request(
@@ -327,6 +264,39 @@ class SglangClient:
 async def _refusal(response: aiohttp.ClientResponse, path: str) -> Refused:
     text = (await response.text(errors="replace"))[:500]
     return Refused(f"SGLang refused {path} with {response.status}: {text}", response.status)
+
+
+def _is_masked(sampling: Sampling) -> bool:
+    """Whether it draws from less than the whole distribution."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+
+
+def _leg_body(leg: LegRequest) -> dict[str, Any]:
+    """What ``/generate`` takes."""
+    sampling, masked = leg.sampling, _is_masked(leg.sampling)
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_new_tokens": leg.max_new_tokens,
+        "stream_interval": leg.chunk_tokens,
+    }
+    if masked:
+        parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or MASKED_TOKENS}
+    if leg.suppress_stop or not leg.stop_token_ids:
+        parameters["ignore_eos"] = True
+    else:
+        parameters["stop_token_ids"] = list(leg.stop_token_ids)
+    if leg.suppress_stop:
+        parameters["logit_bias"] = {str(token): _SUPPRESSED for token in leg.stop_token_ids}
+    body: dict[str, Any] = {
+        "rid": leg.rid,
+        "input_ids": list(leg.input_ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "stream": True,
+    }
+    if masked:
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    return body
 
 
 def _read_chunk(row: dict[str, Any], *, masked: bool) -> Chunk:

@@ -6,7 +6,7 @@ Pure judgement; the engine acts on it.
 from __future__ import annotations
 
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.inference.engine.sglang.client import Finish, VersionSpan
+from services.inference.engine.sglang.legs import Finish, VersionSpan
 from services.inference.engine.sglang.playing import Leg, Playing
 from services.inference.engine.sglang.server import Server
 

@@ -23,15 +23,10 @@ from services.common.errors import InfrastructureError, InvalidRequestError
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.requests import check_request
 from services.inference.engine.sglang.admission import Admission
-from services.inference.engine.sglang.client import (
-    MASKED_TOKENS,
-    Chunk,
-    Finish,
-    Refused,
-    TokenStream,
-)
+from services.inference.engine.sglang.client import MASKED_TOKENS, Refused, TokenStream
 from services.inference.engine.sglang.ending import Before, Interrupted, NotFinite, judge
 from services.inference.engine.sglang.fleet import Fleet
+from services.inference.engine.sglang.legs import Chunk, Finish
 from services.inference.engine.sglang.playing import Leg, Playing
 from services.inference.engine.sglang.server import Server
 from services.inference.engine.sglang.stage import Stage

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from services.common.errors import InfrastructureError
 from services.common.types import Segment
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
-from services.inference.engine.sglang.client import LegRequest, VersionSpan
+from services.inference.engine.sglang.legs import LegRequest, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

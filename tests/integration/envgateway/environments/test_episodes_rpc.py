@@ -174,7 +174,7 @@ async def test_a_stop_ends_what_is_just_beginning() -> None:
         await served.episodes.close_all()
         with pytest.raises(EpisodeNotFoundError, match="stopping"):
             await begin
-        with pytest.raises(StateError, match="stopping"):
+        with pytest.raises(InfrastructureError, match="stopping"):
             await served.client.create("obedient", {})
         assert served.episodes.num_live == 0
 

@@ -19,12 +19,8 @@ from aiohttp import web
 
 VOCABULARY = 1000
 LOGPROB = -0.25
-OPEN = (
-    "/ready",
-    "/health_generate",
-    "/misbehave",
-    "/seen",
-)  # to those without the key; the last two are the tests' own
+# To those without the key; the last two are the tests' own.
+OPEN = ("/ready", "/health_generate", "/misbehave", "/seen")
 
 
 class Fake:

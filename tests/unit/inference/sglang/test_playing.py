@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import InfrastructureError
 from services.common.types import Sampling
 from services.inference.engine.base import FinishReason, GenerationRequest
-from services.inference.engine.sglang.client import VersionSpan
+from services.inference.engine.sglang.legs import VersionSpan
 from services.inference.engine.sglang.playing import Leg, Playing
 
 

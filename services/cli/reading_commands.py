@@ -1,0 +1,122 @@
+"""Commands that read what a run has written: pictures, trajectories, weight transfers, traces, a step trained again.
+
+What a command needs is imported when it runs: ``--help`` and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from services.cli.options import console
+
+reading_app = typer.Typer()
+
+RunArgument = Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")]
+
+
+@reading_app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are drawn on one picture.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the PNG; left out, run.png in the run's directory, or runs.png here for several.",
+        ),
+    ] = None,
+) -> None:
+    """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
+    from services.cli.plot import plot_runs
+    from services.common.errors import ConfigError
+
+    target = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
+    if plot_runs(runs, target) is None:
+        raise ConfigError("no training step has finished yet: nothing to draw")
+    console.print(str(target), highlight=False, soft_wrap=True)
+
+
+@reading_app.command()
+def trajectories(
+    run: RunArgument,
+    last: Annotated[int, typer.Option(help="How many, counted from the newest.", min=1)] = 5,
+    group: Annotated[str | None, typer.Option(help="Only this task group.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
+) -> None:
+    """Read real conversations: what the policy wrote in green, what it read in grey."""
+    from services.cli.trajectories import read_trajectories, show
+
+    rows = read_trajectories(run, last=last, group=group, min_reward=min_reward, max_reward=max_reward)
+    if not rows:
+        console.print("no trajectory matches: `millrace trace RUN --list` shows task groups", markup=False)
+    show(run, rows, console)
+
+
+@reading_app.command()
+def weights(
+    run: RunArgument,
+    last: Annotated[int, typer.Option(help="How many transfers to list, counted from the newest.", min=1)] = 10,
+    policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
+    replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw them into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary and every transfer as JSON.")] = False,
+) -> None:
+    """How weight versions reached the replicas: full or delta, bytes, bits per changed element, seconds per stage, pause."""
+    from services.cli.weights import plot_transfers, read_transfers, show, summarise
+
+    rows = read_transfers(run, policy=policy, replica=replica)
+    if as_json:
+        typer.echo(json.dumps({"replicas": summarise(rows), "transfers": rows}))
+    else:
+        show(rows, console, last)
+    if output is not None:
+        picture = plot_transfers(rows, output)
+        if not as_json:
+            console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+
+
+@reading_app.command()
+def trace(
+    run: RunArgument,
+    group: Annotated[str | None, typer.Argument(help="A task group, as --list shows them.")] = None,
+    phases: Annotated[bool, typer.Option("--phases", help="Also every phase of every rollout.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it into this PNG.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List task groups instead, the newest last.")] = False,
+    order: Annotated[Literal["newest", "slowest"], typer.Option("--sort", help="The order of --list.")] = "newest",
+    state: Annotated[
+        str | None, typer.Option("--status", help="Of --list, only these, e.g. trained, filtered, failed, running.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of --list, only what was trained in this step.", min=0)] = None,
+    last: Annotated[int, typer.Option(help="How many to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """What happened to a task group, from the prompt to the gradient: who had it when, what it did, what it waited for.
+
+    Needs the run directory alone: while the run goes on, after it, and after any of its processes was killed.
+    """
+    from services.cli.trace.command import list_groups, show_group
+    from services.common.errors import ConfigError
+
+    if list_ or group is None:
+        if output is not None:
+            raise ConfigError("name the task group to draw: millrace trace RUN GROUP -o FILE.png")
+        list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
+    else:
+        show_group(run, group, console, phases=phases, output=output, as_json=as_json)
+
+
+@reading_app.command()
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+) -> None:
+    """Train a recorded batch again, offline, from the checkpoint before it, and compare the weights with the ledger."""
+    from services.cli.replay import replay_step
+
+    console.print_json(json.dumps(replay_step(run, policy, step)))
