@@ -146,7 +146,11 @@ def resolve(
     from services.cli.plan import orchestrator_address
     from services.cli.profiles import load_with_profile
     from services.cli.run_directory import prepare
+    from services.common.config.loading import RESOLVED
+    from services.common.errors import ConfigError
 
+    if (run_dir / RESOLVED).is_file():
+        raise ConfigError(f"{run_dir} holds a run already: name another directory")
     overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
     resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
     place = orchestrator_address(resolved)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from services.cli import run_directory
+from services.cli.__main__ import app
 from services.cli.evaluate import evaluation_recipe
 from services.cli.plot import read_metrics
 from services.cli.reach import reach
@@ -84,6 +86,12 @@ def test_a_run_that_is_over_is_not_started_again(run_dir: Path, state: str, why:
     end(run_dir, state)
     with pytest.raises(ConfigError, match=f"does not go on: .*{why}.*begin another run"):
         run_directory.reopen(run_dir)
+
+
+def test_resolve_writes_over_no_run(run_dir: Path) -> None:
+    result = CliRunner().invoke(app, ["resolve", str(REPOSITORY / "recipes/quickstart"), str(run_dir)])
+    assert isinstance(result.exception, ConfigError)
+    assert "quick holds a run already: name another directory" in result.exception.message
 
 
 def test_a_misspelt_run_is_no_checkpoint_on_the_hub(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,3 +162,17 @@ def test_a_stall_is_told_while_the_run_still_starts() -> None:
     assert answers.asked == 4
     assert output.getvalue().count("STALLED") == 1
     assert "goes on again: envgateway, silent" in output.getvalue()
+
+
+def test_the_panel_cuts_no_word_at_80_columns() -> None:
+    progress = run_pb2.RunProgress()
+    progress.policies.add(policy="model0", version=42, num_steps=600, trainer_state="checkpointing")
+    result = progress.evaluations.add(name="start/sampled", num_trajectories=512, versions={"model0": 0})
+    result.datasets.add(name="held_out", num_items=512, samples_per_item=1)
+    waits = account_pb2.ActivityTime(activity="waiting for the first version", on="publisher/model0", seconds=1.0)
+    progress.accounts.append(account_pb2.TimeAccount(component="replica/a/weights/model0", activities=[waits]))
+    output = io.StringIO()
+    Console(file=output, width=80).print(render(progress, "run"))
+    assert "…" not in output.getvalue()
+    for word in ("checkpointing", "start/sampled", "replica/a/weights/model0"):
+        assert word in output.getvalue()
