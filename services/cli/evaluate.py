@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from services.cli import drawing
 from services.cli.run_state import check_run_directory
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
@@ -111,12 +112,8 @@ def failed_items(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def plot_scores(evaluations: Mapping[str, Mapping[str, Any]], title: str, output: Path) -> Path:
     """A bar for each dataset and pass, with its 95% interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
+    pyplot = drawing.pyplot()
     figure, ax = pyplot.subplots(figsize=(max(5.0, 1.6 * len(names) + 2), 4), layout="constrained")
     width = 0.8 / max(1, len(evaluations))
     for number, (name, result) in enumerate(evaluations.items()):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.cli import drawing
 from services.cli.rows import Row, read_metrics
 
 Points = list[tuple[float, float]]
@@ -29,11 +30,7 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
     runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
     if not any(training_steps(rows) for rows in runs.values()):
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot()
     with pyplot.rc_context(_STYLE):
         figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
         for index, (name, rows) in enumerate(runs.items()):

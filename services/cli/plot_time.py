@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from services.cli import drawing
 from services.cli.rows import read_metrics
 
 MOST = 15  # activities with a colour of their own; the rest is grey
@@ -19,16 +20,12 @@ def plot_time(run_dir: Path, output: Path) -> Path | None:
     shares = {name: of_one for name, of_one in shares.items() if "/records" not in name and "/weights/" not in name}
     if not shares:
         return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     totals: dict[str, float] = {}
     for of_one in shares.values():
         for activity, share in of_one.items():
             totals[activity] = totals.get(activity, 0.0) + share
     named = sorted(totals, key=lambda activity: -totals[activity])[:MOST]
+    pyplot = drawing.pyplot()
     figure, ax = pyplot.subplots(figsize=(12, 1.2 + 0.45 * len(shares)), layout="constrained")
     components = sorted(shares, reverse=True)
     left = [0.0] * len(components)

@@ -112,6 +112,7 @@ def evaluate(
     For example `millrace eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. Nothing is trained. Failed
     tasks count as wrong and are listed.
     """
+    from services.cli.drawing import drawn
     from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
@@ -129,8 +130,8 @@ def evaluate(
     console.print(scores_table(evaluations))
     if failed := failed_items(evaluations):
         console.print(f"failed, and counted as wrong: {'; '.join(failed)}", style="yellow", soft_wrap=True)
-    picture = plot_scores(evaluations, resolved.name, run_dir / "eval.png")
-    console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
+    if picture := drawn(lambda: plot_scores(evaluations, resolved.name, run_dir / "eval.png"), console):
+        console.print(f"picture: {picture}", highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
 

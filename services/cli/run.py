@@ -16,6 +16,7 @@ import structlog
 from rich.console import Console
 from rich.status import Status
 
+from services.cli.drawing import drawn
 from services.cli.errors import Interrupted
 from services.cli.follow import show_now
 from services.cli.launch_keys import check_dates, keys_of, operate, renew_in_time, with_keys
@@ -89,7 +90,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         _sweep(run_dir)
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds)
-    return Outcome(run_dir, summary, _picture(run_dir))
+    return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
 
 
 def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:

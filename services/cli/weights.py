@@ -13,6 +13,7 @@ from statistics import median
 
 from rich.console import Console
 
+from services.cli import drawing
 from services.cli.rows import Row, read_metrics
 from services.cli.tables import Column, FittingTable
 from services.cli.units import format_bytes, format_seconds
@@ -89,17 +90,13 @@ def serving_s(row: Row) -> float:
 
 def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
     """Draw bytes and stages of every transfer that arrived, by version."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if not row["error"]:
             groups[f"{row['policy']} at {row['replica']}"].append(row)
     if not groups:
         raise ConfigError("every transfer failed: nothing to draw")
+    pyplot = drawing.pyplot()
     figure, (sizes, times, pauses) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     for name, members in groups.items():
         versions = [row["version"] for row in members]

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from services.cli import drawing
 from services.cli.trace.facts import GroupFacts, SlotFacts
 from services.cli.trace.stages import Stage, first_use, stages
 from services.cli.trace.view import headline
@@ -63,12 +64,8 @@ def draw(facts: GroupFacts, output: Path) -> Path:
     life = stages(facts)
     if not facts.slots or not life:
         raise ConfigError(f"task group {facts.task_group_id} has no finished rollout yet: nothing to draw")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     height = 1.9 + 0.34 * len(facts.slots) + 1.7
+    pyplot = drawing.pyplot()
     figure, (rows, bar) = pyplot.subplots(
         2, 1, figsize=(13, height), height_ratios=[0.6 + 0.34 * len(facts.slots), 1.5], layout="constrained"
     )
