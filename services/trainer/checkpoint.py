@@ -32,6 +32,7 @@ log = structlog.get_logger()
 META = "millrace.json"
 _PREFIX = "step_"
 _PARTIAL = ".partial"
+_ARCHIVE_WRITER = "inline_container"  # where its errors come from, as they say
 _STATES_PER_WEIGHT = 3  # the weight and AdamW's two moments
 
 
@@ -127,7 +128,7 @@ class Checkpoints:
         try:
             dcp.save({"weights": weights, "moments": moments}, checkpoint_id=partial, no_dist=self._alone)
         except CheckpointException as error:  # told to every rank; not an Exception, so nothing else would catch it
-            if not any(isinstance(cause, OSError) for cause in _causes(error)):
+            if not any(_is_of_the_disk(cause) for cause in _causes(error)):
                 raise
             raise CheckpointFailedError(f"{partial}: {_reason(error)}") from None
         self._together(
@@ -223,7 +224,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield from _causes(led_here)
 
 
+def _is_of_the_disk(cause: BaseException) -> bool:
+    """torch's archive writer tells a disk that became full in mid-file as a ``RuntimeError`` of its own; the ``OSError``
+    that led there does not come along from another rank."""
+    return isinstance(cause, OSError) or (isinstance(cause, RuntimeError) and _ARCHIVE_WRITER in str(cause))
+
+
 def _reason(error: CheckpointException) -> str:
     causes = list(_causes(error))
-    chosen = next((cause for cause in causes if isinstance(cause, OSError)), causes[min(1, len(causes) - 1)])
+    chosen = next((cause for cause in causes if _is_of_the_disk(cause)), causes[min(1, len(causes) - 1)])
     return f"{type(chosen).__name__}: {chosen}"
