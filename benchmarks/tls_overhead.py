@@ -79,9 +79,11 @@ def main() -> None:
         asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
         asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds, seconds, measured))
         asyncio.run(_weights(keys, folder, rounds, mib, measured))
-        for number in range(3 if options.quick else 5):
-            for arm in _in_turn(number):
-                for tokens, quantity in ((TOKENS, "trajectories_per_s"), (options.tokens, "long_trajectories_per_s")):
+        # Each takes new processes, so a round is long, and differs from the next by a tenth and more.
+        of_length = ((TOKENS, "trajectories_per_s", 5, 12), (options.tokens, "long_trajectories_per_s", 1, 5))
+        for tokens, quantity, num_quick, num_full in of_length:
+            for number in range(num_quick if options.quick else num_full):
+                for arm in _in_turn(number):
                     place = folder / f"{quantity}-{arm}{number}"
                     place.mkdir()
                     rate = asyncio.run(_trajectories(keys if arm == "secured" else None, place, tokens, 1.5))
