@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,12 @@ def fill(path: Path) -> None:
                 raise
 
 
-@pytest.mark.slow
-async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: Path) -> None:
-    orchestrator = Orchestrator(small_disk / "run", run__steps=30, evaluation__at_start=False, evaluation__at_end=False)
+@asynccontextmanager
+async def training_on(disk: Path, num_steps: int) -> AsyncIterator[tuple[Orchestrator, ScriptedReplica]]:
+    """A run whose third version is there, and its training; at its end every step was trained on other sequences."""
+    orchestrator = Orchestrator(
+        disk / "run", run__steps=num_steps, evaluation__at_start=False, evaluation__at_end=False
+    )
     peers: list[ScriptedReplica | ScriptedTrainer] = []
     try:
         await orchestrator.start()
@@ -46,53 +50,40 @@ async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: P
         trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
         peers += [replica, trainer]
         replica.start()
-        training = asyncio.ensure_future(trainer.run(30))
+        training = asyncio.ensure_future(trainer.run(num_steps))
         async with asyncio.timeout(90):
             await orchestrator.until(lambda now: now.policies[0].version >= 3)
-            fill(small_disk / "filler")
-            stuck = await orchestrator.until(lambda now: any("journal waits for free disk" in w for w in now.waits))
-            acknowledged = len(replica.outcomes)
-            await asyncio.sleep(1.5)
-            assert (await orchestrator.progress()).policies[0].version <= stuck.policies[0].version + 1
-            assert len(replica.outcomes) <= acknowledged + 16  # at most what was on its way
-            (small_disk / "filler").unlink()
+            yield orchestrator, replica
             await training
             await trainer.stopped.wait()
             assert await orchestrator.wait() == 0
         trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
-        assert len(trained) == len(set(trained)) == 30 * 16
-        assert orchestrator.summary()["steps"] == {"model0": 30}
+        assert len(trained) == len(set(trained)) == num_steps * 16
     finally:
         for peer in peers:
             await peer.close()
         orchestrator.close()
+
+
+@pytest.mark.slow
+async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: Path) -> None:
+    async with training_on(small_disk, 30) as (orchestrator, replica):
+        fill(small_disk / "filler")
+        stuck = await orchestrator.until(lambda now: any("journal waits for free disk" in w for w in now.waits))
+        acknowledged = len(replica.outcomes)
+        await asyncio.sleep(1.5)
+        assert (await orchestrator.progress()).policies[0].version <= stuck.policies[0].version + 1
+        assert len(replica.outcomes) <= acknowledged + 16  # at most what was on its way
+        (small_disk / "filler").unlink()
+    assert orchestrator.summary()["steps"] == {"model0": 30}
 
 
 @pytest.mark.slow
 async def test_one_that_is_killed_while_the_disk_is_full_goes_on_when_there_is_room(small_disk: Path) -> None:
-    orchestrator = Orchestrator(small_disk / "run", run__steps=12, evaluation__at_start=False, evaluation__at_end=False)
-    peers: list[ScriptedReplica | ScriptedTrainer] = []
-    try:
-        await orchestrator.start()
-        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
-        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
-        peers += [replica, trainer]
-        replica.start()
-        training = asyncio.ensure_future(trainer.run(12))
-        async with asyncio.timeout(90):
-            await orchestrator.until(lambda now: now.policies[0].version >= 3)
-            fill(small_disk / "filler")
-            orchestrator.kill()
-            orchestrator.process = orchestrator.spawn()
-            with pytest.raises(TimeoutError):  # it neither ends nor serves
-                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(orchestrator.wait())), 3.0)
-            (small_disk / "filler").unlink()
-            await training
-            await trainer.stopped.wait()
-            assert await orchestrator.wait() == 0
-        trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
-        assert len(trained) == len(set(trained)) == 12 * 16
-    finally:
-        for peer in peers:
-            await peer.close()
-        orchestrator.close()
+    async with training_on(small_disk, 12) as (orchestrator, _):
+        fill(small_disk / "filler")
+        orchestrator.kill()
+        orchestrator.process = orchestrator.spawn()
+        with pytest.raises(TimeoutError):  # it neither ends nor serves
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(orchestrator.wait())), 3.0)
+        (small_disk / "filler").unlink()
