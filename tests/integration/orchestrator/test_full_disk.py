@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,8 +38,11 @@ def fill(path: Path) -> None:
 
 
 @asynccontextmanager
-async def training_on(disk: Path, num_steps: int) -> AsyncIterator[tuple[Orchestrator, ScriptedReplica]]:
-    """A run whose third version is there, and its training; at its end every step was trained on other sequences."""
+async def training_on(
+    disk: Path, num_steps: int
+) -> AsyncIterator[tuple[Orchestrator, ScriptedReplica, Callable[[], None]]]:
+    """A run after three steps, whose trainer goes on when the third value is called; every step is trained on other
+    sequences. However slow the machine, most of the run is still to come when the disk is filled."""
     orchestrator = Orchestrator(
         disk / "run", run__steps=num_steps, evaluation__at_start=False, evaluation__at_end=False
     )
@@ -50,11 +53,11 @@ async def training_on(disk: Path, num_steps: int) -> AsyncIterator[tuple[Orchest
         trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
         peers += [replica, trainer]
         replica.start()
-        training = asyncio.ensure_future(trainer.run(num_steps))
         async with asyncio.timeout(90):
-            await orchestrator.until(lambda now: now.policies[0].version >= 3)
-            yield orchestrator, replica
-            await training
+            await trainer.run(3)
+            rest: list[asyncio.Future[None]] = []
+            yield orchestrator, replica, lambda: rest.append(asyncio.ensure_future(trainer.run(num_steps)))
+            await asyncio.gather(*rest)
             await trainer.stopped.wait()
             assert await orchestrator.wait() == 0
         trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
@@ -67,8 +70,9 @@ async def training_on(disk: Path, num_steps: int) -> AsyncIterator[tuple[Orchest
 
 @pytest.mark.slow
 async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: Path) -> None:
-    async with training_on(small_disk, 30) as (orchestrator, replica):
+    async with training_on(small_disk, 30) as (orchestrator, replica, go_on):
         fill(small_disk / "filler")
+        go_on()
         stuck = await orchestrator.until(lambda now: any("journal waits for free disk" in w for w in now.waits))
         acknowledged = len(replica.outcomes)
         await asyncio.sleep(1.5)
@@ -80,8 +84,9 @@ async def test_a_full_disk_stops_acknowledgements_and_nothing_else(small_disk: P
 
 @pytest.mark.slow
 async def test_one_that_is_killed_while_the_disk_is_full_goes_on_when_there_is_room(small_disk: Path) -> None:
-    async with training_on(small_disk, 12) as (orchestrator, _):
+    async with training_on(small_disk, 12) as (orchestrator, _, go_on):
         fill(small_disk / "filler")
+        go_on()
         orchestrator.kill()
         orchestrator.process = orchestrator.spawn()
         with pytest.raises(TimeoutError):  # it neither ends nor serves
