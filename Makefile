@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 STAMP := $(VENV)/.installed-dev
+ENVS := $(VENV)/.installed-envs
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --build-constraint constraints.txt
 SGLANG := .venv-sglang
 SGLANG_CPU := services/inference/engine/sglang_cpu
 # One OpenMP thread per process: several small processes share the cores.
@@ -17,20 +19,36 @@ SEED ?= 1
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(STAMP) ## make .venv with everything the project needs
+install: $(STAMP) ## make .venv with what the project and its tests need; no compiler
+
+install-envs: $(ENVS) ## add ALFWorld, TextWorld, WebShop's tagger and a redis-server (compiler, cmake)
 
 $(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Millrace needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
 	@# torch first, alone: then no other package pulls a build with CUDA.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[orchestrator,inference,trainer,envgateway,plot]'
+	$(PIP) torch
+	$(PIP) --editable '.[orchestrator,inference,trainer,envgateway,plot]'
 	@touch $@
 
 $(STAMP): $(RUNTIME)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	@touch $@
+
+$(ENVS): $(STAMP)
+	@command -v c++ >/dev/null || { echo "make install-envs needs a C++ compiler: apt-get install g++" >&2; exit 1; }
+	@# The build of ALFWorld's planner calls `python`, which a fresh Debian lacks.
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --editable '.[envs]'
+	@touch $@
+
+lock: ## resolve every version that make installs, newest first, into constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@# pip installs, setuptools and cmake build: no package requires them.
+	printf 'pip\nsetuptools\ncmake\n' | $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+		--extra dev --extra envs --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml -
+	rm -rf $(VENV)-lock
 
 quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw the reward curve
 	$(BIN)/millrace run recipes/quickstart --set run.seed=$(SEED) --json
