@@ -24,7 +24,7 @@ install: $(STAMP) ## make .venv with what the project and its tests need; no com
 install-envs: $(ENVS) ## add ALFWorld, TextWorld, WebShop's tagger and a redis-server (compiler, cmake)
 
 $(RUNTIME): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Millrace needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 15) else "Millrace needs Python 3.11 to 3.14; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
 	@# torch first, alone: then no other package pulls a build with CUDA.
