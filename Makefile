@@ -78,8 +78,8 @@ format: $(STAMP) ## rewrite the code in the project's format
 protos: $(STAMP) ## compile the protos into services/common/pb
 	$(BIN)/python protos/generate.py
 
-bench: $(STAMP) ## run every benchmark briefly
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+bench: $(STAMP) ## run every benchmark briefly, one after another; those that failed are named at the end
+	@$(BIN)/python benchmarks/_run_all.py --quick
 
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -32,6 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from _cores import num_cores
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from _processes import ROOT, free_port, kill
 from _report import median_and_spread, report
@@ -105,8 +106,8 @@ def main() -> None:
         rounds=rounds,
         weights_mib=mib,
         long_tokens=options.tokens,
-        load=os.getloadavg()[0]
-        / (os.cpu_count() or 1),  # of others too: beyond 1 no core is free to encrypt beside the rest
+        # Of others too: beyond 1 no core is free to encrypt beside the rest.
+        load_per_core_at_end=os.getloadavg()[0] / num_cores(),
     )
 
 
