@@ -353,13 +353,16 @@ def _facts(facts: dict[str, float]) -> dict[str, Any]:
     return {name: int(value) if name.endswith(("bytes", "bound")) else value for name, value in facts.items()}
 
 
-def _sides(text: str) -> list[list[int]]:
+def sides(text: str) -> list[list[int]]:
     """Cores of the publisher and of the receiver."""
-    mine = os.sched_getaffinity(0)
-    sides = [[int(core) for core in side.split(",")] for side in text.split(":")]
-    if len(sides) != 2 or not mine.issuperset(*sides):
-        raise argparse.ArgumentTypeError(f"{text!r} must be two lists of cores such as 0:1, each of {sorted(mine)}")
-    return sides
+    mine = {str(core) for core in os.sched_getaffinity(0)}
+    lists = [side.split(",") for side in text.split(":")]
+    if len(lists) != 2 or not all(mine.issuperset(side) for side in lists):
+        there = ", ".join(sorted(mine, key=int))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be two lists such as 0:1; the cores of this process are {there}"
+        )
+    return [[int(core) for core in side] for side in lists]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -368,7 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size-mib", type=int, default=1024, help="bytes of the model")
     parser.add_argument("--repeats", type=int, default=5, help="of every arm")
     parser.add_argument(
-        "--cores", type=_sides, default=split(2, at_most=2), metavar="0,1:2,3",
+        "--cores", type=sides, default=split(2, at_most=2), metavar="0,1:2,3",
         help="of the publisher, and of the receiver; left out, two each, or half of what there is",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=7, help="of weights and changes")
