@@ -1,4 +1,4 @@
-"""The cores that a benchmark runs on: how many there are, and which of its processes runs on which.
+"""Which process of a benchmark runs on which cores.
 
 A process may use fewer cores than its machine has, and they need not be numbered from 0 (taskset, containers). Shared by
 the scripts of this folder; it measures nothing itself.
@@ -7,19 +7,8 @@ the scripts of this folder; it measures nothing itself.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, such as "200000 100000": two cores' worth of time
-
-
-def num_cores(quota: Path = _QUOTA) -> float:
-    """Cores of this process, or what a container gives it of them; a whole number unless the container's is none."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        time, period = quota.read_text().split()
-    except (OSError, ValueError):  # no control group of version 2
-        return cores
-    return cores if time == "max" else min(cores, int(time) / int(period))
+from services.common.cores import num_cores
 
 
 def pin(count: int) -> float:

@@ -28,7 +28,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _cores import num_cores
 from _math_cases import ROWS, Case, completions, traps
 from _needs import why_no_rows
 from _report import median_and_spread, report, report_nothing
@@ -36,6 +35,7 @@ from _report import median_and_spread, report, report_nothing
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.common.config.envgateway import MathRewardConfig
+from services.common.cores import num_cores
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.result import RewardOutcome, RewardResult

@@ -38,13 +38,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _cores import num_cores
 from _needs import why_no_redis, why_no_tmpfs
 from _peers import ScriptedTrainer
 from _report import report_facts
 from _stall_worlds import Shape, Step, World
 
 from services.cli.silence import Silence
+from services.common.cores import num_cores
 from services.common.errors import MillraceError
 
 NAMED_WITHIN_S = 30.0

@@ -32,7 +32,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _cores import num_cores
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from _processes import ROOT, free_port, kill
 from _report import median_and_spread, report
@@ -41,6 +40,7 @@ from _weight_versions import POLICY, RUN
 
 from services.cli.keyring import Keyring
 from services.common.config.loading import save_resolved, validate
+from services.common.cores import num_cores
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc import limits
 from services.common.rpc.channel import channel

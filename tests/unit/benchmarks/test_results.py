@@ -22,12 +22,13 @@ import _report  # type: ignore[import-not-found]  # noqa: E402
 import _run_all  # type: ignore[import-not-found]  # noqa: E402
 import stalls  # type: ignore[import-not-found]  # noqa: E402
 
+PATHS = f"import sys\nsys.path[:0] = {[str(BENCHMARKS), str(BENCHMARKS.parent)]}\n"
 REPORTS = {"report", "report_facts", "report_nothing"}
 
 
 def told_by(code: str) -> dict[str, object]:
     """The last line of a script, which may only use the last of this process's cores."""
-    confined = f"import os, sys\nos.sched_setaffinity(0, [max(os.sched_getaffinity(0))])\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
+    confined = f"import os\nos.sched_setaffinity(0, [max(os.sched_getaffinity(0))])\n{PATHS}"
     done = subprocess.run(
         [sys.executable, "-c", confined + code], capture_output=True, text=True, check=True, timeout=60
     )
@@ -38,21 +39,22 @@ def told_by(code: str) -> dict[str, object]:
 def test_a_result_says_how_many_cores_and_what_load_there_were() -> None:
     said = told_by("from _report import report\nreport('it', 2.0, 1.0, 2.0, 0.123456, workers=[1.23456])")
     assert said.pop("load") >= 0  # type: ignore[operator]
+    assert 0 < said.pop("cores") <= 1  # type: ignore[operator]
     assert said == {
-        "name": "it", "ours": 2.0, "theirs": 1.0, "ratio": 2.0, "spread": 0.1235, "workers": [1.235], "cores": 1,
-        "left_out": {},
+        "name": "it", "ours": 2.0, "theirs": 1.0, "ratio": 2.0, "spread": 0.1235, "workers": [1.235], "left_out": {}
     }  # fmt: skip
 
 
 def test_what_was_not_measured_has_no_figures_and_a_reason() -> None:
     said = told_by("from _report import report_nothing\nreport_nothing('it', 'no rows')")
     assert said["left_out"] == {_report.EVERYTHING: "no rows"}
-    assert [said[key] for key in ("ours", "theirs", "ratio", "spread", "cores")] == [None] * 4 + [1]
+    assert [said[key] for key in ("ours", "theirs", "ratio", "spread")] == [None] * 4
+    assert said.keys() >= {"cores", "load"}
 
 
 def test_a_script_that_wants_more_cores_than_there_are_takes_these() -> None:
     said = told_by("from _cores import pin\nfrom _report import report_facts\nreport_facts('it', cores=pin(64))")
-    assert said["cores"] == 1
+    assert 0 < said["cores"] <= 1  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -71,19 +73,6 @@ def test_the_parts_of_a_benchmark_get_cores_that_exist(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
     assert _cores.split(num_parts, at_most) == expected
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", 8), ("200000 100000", 2), ("150000 100000", 1.5), ("1600000 100000", 8), ("", 8)],
-)
-def test_a_containers_share_of_time_counts_as_cores(
-    quota: str, cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    (tmp_path / "cpu.max").write_text(quota)
-    assert _cores.num_cores(tmp_path / "cpu.max") == cores
-    assert _cores.num_cores(tmp_path / "none") == 8
 
 
 @pytest.mark.parametrize("path", _run_all.scripts(), ids=lambda path: path.stem)
@@ -132,7 +121,7 @@ def test_worlds_that_need_what_is_not_there_are_left_out_with_the_reason(monkeyp
     assert stalls._left_out(["network", "ranks"]) == {"world network": "no mount"}
 
 
-WELL = f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom _report import report_facts\nreport_facts(sys.argv[1])\n"
+WELL = f"{PATHS}from _report import report_facts\nreport_facts(sys.argv[1])\n"
 BAD = {
     "crashes": ("raise SystemExit(3)", "exit code 3"),
     "other_name": (WELL.replace("sys.argv[1]", "'well'"), "not the result of other_name"),
