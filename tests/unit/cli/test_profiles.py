@@ -250,8 +250,8 @@ def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> Non
     assert source[0].data["game"] == "json_2.1.1/short/game.tw-pddl"
 
 
+@pytest.mark.needs("alfworld")
 def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
-    pytest.importorskip("fast_downward", reason="the extra alfworld is not installed")
     for _ in range(2):  # the second time they are there
         made = tiny(agents("alfworld", tmp_path), rows_here, world_here)
     folder = Path(made["envgateway"]["alfworld"]["data"])
