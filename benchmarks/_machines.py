@@ -5,7 +5,8 @@
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
 switched off loses all its processes at once, as by kill -9, and says goodbye to nobody. Each has its own loopback, its own
 /dev/shm (so that nobody takes it for the same host) and its own directory, which the other does not see. Needs root,
-and `ip`, `unshare` and `nsenter`; `iptables` where packets are to vanish. Shared by scripts of this folder and by tests; it measures nothing itself.
+`ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by tests; it
+measures nothing itself.
 """
 
 from __future__ import annotations
@@ -213,15 +214,6 @@ def why_not() -> str | None:
     probe = ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "ip", "link", "add", "name", "one", "type", "veth"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=START_S)
     return f"namespaces are not permitted here: {done.stderr.strip()}" if done.returncode else None
-
-
-def why_no_swallowing() -> str | None:
-    """Why packets cannot be made to vanish (``TwoMachines.swallowing``) where machines can be made; None when they can."""
-    if shutil.which("iptables") is None:
-        return "iptables is not installed (package iptables)"
-    probe = ["unshare", "--net", "iptables", "-w", "-A", "INPUT", "-j", "DROP"]
-    done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=START_S)
-    return f"iptables does not work here: {done.stderr.strip()}" if done.returncode else None
 
 
 @contextmanager

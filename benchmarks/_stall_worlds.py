@@ -27,7 +27,7 @@ from services.cli.plan import warm_start_commands
 from services.common.config.loading import save_resolved, validate
 from services.common.errors import MillraceError
 from services.common.pb import run_pb2
-from tests.integration.envgateway.queue.redis_server import BINARY
+from tests.needs import installed
 
 READY_S = 240.0  # most of it importing, on two slow cores beside five other worlds
 HERE = Path(__file__).resolve().parent
@@ -79,9 +79,10 @@ class World:
             dialled = self.ports["proxy"]
             self._proxy("orchestrator", dialled, self.ports["orchestrator"])
         if self.shape.redis:
-            assert BINARY is not None, f"the world {self.shape.name} needs a redis-server"
+            program = installed("redis-server")
+            assert program is not None, f"the world {self.shape.name} needs a redis-server"
             self._spawn_program(
-                "redis", BINARY, "--port", str(self.ports["redis"]), "--save", "", "--dir", str(self.folder)
+                "redis", program, "--port", str(self.ports["redis"]), "--save", "", "--dir", str(self.folder)
             )
             self._spawn("worker", "services.envgateway.worker", "--run-dir", str(self.run_dir))
         if self.shape.gateway:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _needs import why_no_redis
+from _needs import why_not
 from _report import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -193,7 +193,9 @@ async def measure(seconds: float, seed: int) -> None:
             try:
                 cases = [case for case in ALL if pool.has_cpp or case.request.language != "cpp"]
                 if len(cases) < len(ALL):
-                    left_out[f"{len(ALL) - len(cases)} programs in C++"] = "no C++ compiler (package g++)"
+                    left_out[f"{len(ALL) - len(cases)} programs in C++"] = (
+                        why_not("C++ compiler") or "the sandbox does not see it"
+                    )
                 print(f"tier {tier}: {len(cases)} bad inputs one by one")
                 alone = await one_by_one(pool, world, cases)
             finally:
@@ -206,7 +208,7 @@ async def measure(seconds: float, seed: int) -> None:
             finally:
                 await pool.close()
             tiers[tier] = {**alone, "mix": together}
-    if reason := why_no_redis():
+    if reason := why_not("redis-server"):
         left_out["row 52"] = reason
     told = by_tests({row: tests for row, tests in TESTED_ROWS.items() if reason is None or row != 52})
     for line in filter(None, told.values()):

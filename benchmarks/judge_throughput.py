@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from _needs import why_no_redis
+from _needs import why_not
 from _report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--peer", type=_checkout, default=os.environ.get("CODE_JUDGE_DIR") or None, metavar="DIR",
                         help="a checkout of code-judge (also CODE_JUDGE_DIR)")  # fmt: skip
     options = parser.parse_args()
-    if reason := why_no_redis():
+    if reason := why_not("redis-server"):
         report_nothing("judge_throughput", reason)
         return
     asyncio.run(measure(options))

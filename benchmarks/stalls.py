@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _needs import why_no_redis, why_no_tmpfs
+from _needs import why_not
 from _peers import ScriptedTrainer
 from _report import report_facts
 from _stall_worlds import Shape, Step, World
@@ -269,8 +269,8 @@ def main() -> None:
 def _left_out(only: list[str]) -> dict[str, str]:
     """Names of worlds that this machine has not what they need for, and why."""
     asked = [shape for shape, _ in WORLDS if not only or shape.name in only]
-    no_redis = why_no_redis() if any(shape.redis for shape in asked) else None
-    no_tmpfs = why_no_tmpfs() if any(shape.small_disk for shape in asked) else None
+    no_redis = why_not("redis-server") if any(shape.redis for shape in asked) else None
+    no_tmpfs = why_not("tmpfs") if any(shape.small_disk for shape in asked) else None
     reasons = {
         shape.name: (no_redis if shape.redis else None) or (no_tmpfs if shape.small_disk else None) for shape in asked
     }

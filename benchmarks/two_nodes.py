@@ -25,9 +25,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from _needs import why_not
 from _report import report, report_nothing
 
-from benchmarks._machines import two_machines, why_no_swallowing, why_not
+from benchmarks._machines import two_machines
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 
 LEASE_S = 5.0
@@ -65,7 +66,7 @@ class Losses:
 
 
 def measure(directory: Path, rounds: int) -> None:
-    no_swallowing = why_no_swallowing()
+    no_swallowing = why_not("iptables")
     with two_machines(directory) as machines:
         run = TwoNodeRun(machines, directory, *DELTAS, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
         try:
@@ -123,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="each loss once instead of three times")
     options = parser.parse_args()
-    if reason := why_not():
+    if reason := why_not("two machines"):
         report_nothing("two_nodes", reason)
         return
     with tempfile.TemporaryDirectory(prefix="millrace-two-nodes-") as directory:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import NEEDS
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
 
@@ -113,11 +115,18 @@ def test_memory_that_is_not_there_is_told_beforehand(tmp_path: Path) -> None:
     assert "needed" in str(_needs.why_no_memory(1 << 60))
 
 
+def test_a_need_of_tests_that_is_not_met_is_told_with_what_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/none")
+    monkeypatch.setattr(sys, "executable", "/none/python")
+    assert _needs.why_not("redis-server") == f"there is no redis-server ({NEEDS['redis-server'].add})"
+    assert _needs.why_not("Linux") is None
+
+
 def test_worlds_that_need_what_is_not_there_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "why_no_redis", lambda: "no redis")
-    monkeypatch.setattr(stalls, "why_no_tmpfs", lambda: None)
+    missing = {"redis-server": "no redis"}
+    monkeypatch.setattr(stalls, "why_not", missing.get)
     assert stalls._left_out([]) == {"world redis": "no redis", "world workers": "no redis"}
-    monkeypatch.setattr(stalls, "why_no_tmpfs", lambda: "no mount")
+    missing["tmpfs"] = "no mount"
     assert stalls._left_out(["network", "ranks"]) == {"world network": "no mount"}
 
 
