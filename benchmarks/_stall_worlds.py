@@ -260,7 +260,7 @@ class World:
         if self.shape.gateway:
             tree["envgateway"] = {
                 "port": gateway_port,
-                "sandbox": {"num_slots": 2, "wall_time_s": 40.0},
+                "sandbox": {"num_slots": 2, "wall_time_s": 40.0, "allow_tier_0": True},  # the programs are ours
                 "queue": {"redis_uri": f"redis://127.0.0.1:{self.ports['redis']}", "lease_s": 4.0}
                 if self.shape.redis
                 else {},

@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-from _needs import why_no_rows
+from _needs import why_no_rows, why_not
 from _report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the mutants")
     parser.add_argument("--mutants", type=int, default=1000, help="how many must be judged")
     arguments = parser.parse_args()
-    if reason := why_no_rows(arguments.data, rows.FILES):
+    if reason := why_no_rows(arguments.data, rows.FILES) or why_not("isolating sandbox"):
         report_nothing("judge_verdicts", reason)
         return
     asyncio.run(measure(arguments.data, 200 if arguments.quick else arguments.mutants, arguments.seed))
