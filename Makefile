@@ -13,6 +13,7 @@ SGLANG_CPU := services/inference/engine/sglang_cpu
 # One OpenMP thread per process: several small processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+UNEXERCISED := $(VENV)/.not-exercised
 RECIPE ?= recipes/quickstart
 SEED ?= 1
 
@@ -57,9 +58,11 @@ run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
 test: $(STAMP) ## set up and run every test
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
+	@rm -f $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2 --not-exercised-to $(UNEXERCISED)
 	@# One more than cores: these wait for processes more than they compute.
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 3
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 3 --not-exercised-to $(UNEXERCISED)
+	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
@@ -96,8 +99,8 @@ format: $(STAMP) ## rewrite the code in the project's format
 protos: $(STAMP) ## compile the protos into services/common/pb
 	$(BIN)/python protos/generate.py
 
-bench: $(STAMP) ## run every benchmark briefly
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+bench: $(STAMP) ## run every benchmark briefly, one after another; those that failed are named at the end
+	@$(BIN)/python benchmarks/_run_all.py --quick
 
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

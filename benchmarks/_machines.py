@@ -5,7 +5,8 @@
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
 switched off loses all its processes at once, as by kill -9, and says goodbye to nobody. Each has its own loopback, its own
 /dev/shm (so that nobody takes it for the same host) and its own directory, which the other does not see. Needs root,
-and `ip`, `unshare` and `nsenter`. Shared by scripts of this folder and by tests; it measures nothing itself.
+`ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by tests; it
+measures nothing itself.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Collection
@@ -37,6 +38,7 @@ from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
 from services.common.config.recipe import Recipe
+from services.common.cores import num_cores
 from services.common.errors import InfrastructureError
 from services.common.logs import configure
 
@@ -70,7 +72,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     if keys is not None:
         write_bundles(recipe, run_dir, keys)
     check_dates(operate(keys))
-    begun = time.monotonic()
+    begun, machine = time.monotonic(), {"cores": num_cores(), "load": round(os.getloadavg()[0], 2)}
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
@@ -89,7 +91,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         processes.stop()
         _sweep(run_dir)
     seconds = time.monotonic() - begun
-    summary = _summary(run_dir, seconds)
+    summary = _summary(run_dir, {"seconds": round(seconds, 1), **machine})
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
 
 
@@ -216,12 +218,13 @@ def _write_pids(run_dir: Path, processes: Processes) -> None:
     (run_dir / "pids.json").write_text(json.dumps(processes.pids(), indent=1))
 
 
-def _summary(run_dir: Path, seconds: float) -> dict[str, Any]:
+def _summary(run_dir: Path, launched: dict[str, float]) -> dict[str, Any]:
+    """What the orchestrator says, and what the launcher knows: seconds, cores, the load when it began."""
     path = run_dir / SUMMARY
     if not path.exists():
         raise InfrastructureError(f"the orchestrator left no {path}; see {run_dir / 'logs'}")
     summary: dict[str, Any] = json.loads(path.read_text())
-    summary["seconds"] = round(seconds, 1)
+    summary |= launched
     summary["cpu_seconds"] = round(children_cpu_seconds(), 1)
     path.write_text(json.dumps(summary, indent=1))
     return summary
@@ -237,7 +240,7 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
             if len(result["roles"]) > 1:
                 flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
-    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
+    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds", "cores", "load"):
         value = summary.get(key)
         flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat

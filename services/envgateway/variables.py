@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.common.config.envgateway import EnvGatewayConfig
+from services.common.cores import num_cores
 from services.common.errors import ConfigError
 
 VARIABLES = """\
 variables (over what a recipe says):
   REDIS_URI           where jobs wait, also REDIS_URL: redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///path
   REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (millrace)
-  MAX_WORKERS         programs run at once (number of CPUs)
+  MAX_WORKERS         programs run at once (CPUs that the process may use)
   MAX_EXECUTION_TIME  seconds that one program may run, wall clock and CPU (10)
   MAX_MEMORY          MiB that one program and its children may use (512)
   ALLOW_PLAIN_REDIS   1: use a Redis on another machine without TLS
@@ -34,7 +35,7 @@ def with_variables(
     tree = (config or EnvGatewayConfig()).model_dump()
     sandbox, queue = tree["sandbox"], tree["queue"]
     if config is None:
-        sandbox |= {"num_slots": os.cpu_count() or 1, "wall_time_s": 10.0, "cpu_time_s": 10.0}
+        sandbox |= {"num_slots": max(1, int(num_cores())), "wall_time_s": 10.0, "cpu_time_s": 10.0}
     if (slots := _number(environment, "MAX_WORKERS", int)) is not None:
         sandbox["num_slots"] = slots
     if (seconds := _number(environment, "MAX_EXECUTION_TIME", float)) is not None:

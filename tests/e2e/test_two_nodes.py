@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._machines import TwoMachines, two_machines, why_not
+from benchmarks._machines import TwoMachines, two_machines
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 from services.cli.keyring import Keyring
+from tests import needs
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +21,7 @@ LEASE_S = 3.0
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[TwoMachines]:
-    if reason := why_not():
-        pytest.skip(reason)
+    needs.check("two machines")
     with two_machines(tmp_path) as made:
         yield made
 
@@ -83,6 +83,7 @@ def test_the_run_finishes_its_steps_with_inference_on_node_1_alone(machines: Two
     assert set(run.trajectories()) == {"a"}
 
 
+@pytest.mark.needs("iptables")
 def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
     """No run is needed for it: a bundle of one, and a node 0 that does not answer."""
     bundle = machines.node1.checkout / "runs" / "mine"

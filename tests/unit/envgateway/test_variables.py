@@ -9,6 +9,7 @@ import pytest
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
+from services.envgateway import variables
 from services.envgateway.variables import port_variables, with_variables
 from services.envgateway.worker.rest import Rest
 from services.envgateway.worker.settings import worker_settings
@@ -22,6 +23,12 @@ SECTION = EnvGatewayConfig.model_validate(
 def test_without_a_recipe_the_limits_are_code_judges() -> None:
     config, redis_uri = with_variables(None, {})
     assert (config.sandbox.wall_time_s, config.sandbox.cpu_time_s, redis_uri) == (10.0, 10.0, "")
+
+
+def test_without_a_recipe_as_many_programs_run_as_the_process_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "num_cores", lambda: 2)
+    assert with_variables(None, {})[0].sandbox.num_slots == 2
+    assert with_variables(None, {"MAX_WORKERS": "3"})[0].sandbox.num_slots == 3
 
 
 def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() -> None:

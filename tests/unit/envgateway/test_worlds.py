@@ -11,9 +11,8 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.worlds import make_worlds
 
 
+@pytest.mark.needs("alfworld", "textworld")
 def test_a_world_that_cannot_be_offered_is_a_reason_that_names_the_setting(tmp_path: Path) -> None:
-    if importlib.util.find_spec("alfworld") is None:
-        pytest.skip("the extra alfworld is not installed")
     assert "envgateway.alfworld.data" in str(make_worlds(EnvGatewayConfig())["alfworld"])
     missing = str(tmp_path / "none")
     config = EnvGatewayConfig.model_validate({"alfworld": {"data": missing}, "textworld": {"games": missing}})

@@ -90,7 +90,8 @@ def test_faulty_generators_are_explained(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_saved_hugging_face_dataset_is_opened(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.Dataset.from_list([{"question": "a"}, {"question": "b"}]).save_to_disk(str(tmp_path / "saved"))
     source = open_source(DatasetConfig(path=str(tmp_path / "saved")), seed=0)
     assert [json.loads(json.dumps(source[i].data)) for i in range(2)] == [{"question": "a"}, {"question": "b"}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -305,7 +304,7 @@ def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     check_launch(external.model_copy(update={"inference": {}}))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("alfworld") is None, reason="extra alfworld is not installed")
+@pytest.mark.needs("alfworld")
 def test_places_beyond_the_games_that_are_here_are_refused(tmp_path: Path) -> None:
     for place in range(3):
         (tmp_path / f"trial-{place}").mkdir()

@@ -142,8 +142,10 @@ async def test_a_gateway_offers_it_when_it_has_a_catalogue_and_else_says_how(fol
         make_worlds(EnvGatewayConfig(webshop=WebshopConfig(data=folder, goals=folder / "none.json")))
 
 
+@pytest.mark.needs("spacy")
 def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> None:
-    spacy = pytest.importorskip("spacy")
+    import spacy
+
     parser = spacy.blank("en")
     ruler = parser.add_pipe("attribute_ruler")
     ruler.add([[{"LOWER": "mug"}]], {"POS": "NOUN"})
