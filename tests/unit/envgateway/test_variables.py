@@ -39,7 +39,7 @@ def test_a_time_below_the_recipes_case_time_is_refused_with_both() -> None:
         {"sandbox": {"wall_time_s": 6, "cpu_time_s": 6}, "code": {"case_time_s": 6}}
     )
     assert with_variables(section, {"MAX_EXECUTION_TIME": "6"})[0] == section
-    with pytest.raises(ConfigError, match="envgateway.code.case_time_s is 6, but envgateway.sandbox.wall_time_s is 4"):
+    with pytest.raises(ConfigError, match=r"code\.case_time_s is 6, but envgateway\.sandbox\.wall_time_s is 4"):
         with_variables(section, {"MAX_EXECUTION_TIME": "4"})
 
 
