@@ -72,7 +72,7 @@ class Gateway:
         self._run_dir = run_dir
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
-        self._rewards = Rewards(self._math, self.queue, config.rewards)
+        self._rewards = Rewards(self._math, self.queue, config.rewards, case_time_s=config.code.case_time_s)
         self._tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )

@@ -60,6 +60,11 @@ class EvaluationPass:
             self.next_row += 1
         return self.next_row < self.num_tasks
 
+    @property
+    def num_in_flight(self) -> int:
+        """Trajectories that are issued and have no outcome yet."""
+        return len(self.group_ids) * self.samples_per_task - self.num_resolved
+
     def required(self) -> Mapping[str, int]:
         return self.versions if self.pinned else {}
 
@@ -150,6 +155,13 @@ class Evaluations:
 
     def finished(self, evaluation_id: str) -> bool:
         return all(name in self.results for name in self.names_of(evaluation_id))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another task group may be issued (``evaluation.max_in_flight``)."""
+        limit = self._config.max_in_flight
+        in_flight = sum(current.num_in_flight for current in self._passes.values())
+        return limit is None or in_flight + self._config.samples_per_task <= limit
 
     def draw(self, current: EvaluationPass) -> TaskGroup:
         """The next task group of a pass that has one left; where it is played is decided by now."""

@@ -112,5 +112,16 @@ class EvaluationConfig(Section):
     """A trajectory with at least this reward counts as passed, for pass@k."""
     samples_per_task: int = Field(default=1, ge=1)
     """Trajectories per task and sampling."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Trajectories of evaluations that are played at once; left out, the slots of their replicas are the bound."""
     samplings: dict[str, SamplingConfig] = {"greedy": SamplingConfig(temperature=0.0)}
     """Named ways of sampling; each is a pass over the evaluation data."""
+
+    @model_validator(mode="after")
+    def _a_task_fits_into_what_is_in_flight(self) -> EvaluationConfig:
+        if self.max_in_flight is not None and self.max_in_flight < self.samples_per_task:
+            raise ValueError(
+                f"max_in_flight {self.max_in_flight} is below samples_per_task {self.samples_per_task}: the trajectories of a "
+                "task are issued together"
+            )
+        return self

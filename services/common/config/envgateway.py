@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.base import Section
 from services.common.config.environments import (
@@ -56,6 +56,16 @@ class SandboxConfig(Section):
     queue_size: int = Field(default=4096, ge=1)
     """Programs waiting for a slot, before callers are told to come back."""
 
+    def check_case_time(self, key: str, case_time_s: float) -> None:
+        """Raises ``ValueError`` when the sandbox stops a program before the time of a test case is over."""
+        for name in ("wall_time_s", "cpu_time_s"):
+            limit = getattr(self, name)
+            if case_time_s > limit:
+                raise ValueError(
+                    f"{key} is {case_time_s:g}, but envgateway.sandbox.{name} is {limit:g} and would stop a program after "
+                    f"{limit:g} s: raise envgateway.sandbox.{name} to {case_time_s:g}, or lower {key} to {limit:g}"
+                )
+
 
 class LiveConfig(Section):
     """Limits of one process that lives on between calls; processes, files and disk are limited as for programs."""
@@ -98,6 +108,11 @@ class MathRewardConfig(Section):
     """Math-Verify processes; started on first use."""
     timeout_s: float = Field(default=5.0, gt=0)
     """CPU time of one grading. An answer that takes more is worth nothing, and its worker is replaced."""
+
+
+class CodeRewardConfig(Section):
+    case_time_s: float | None = Field(default=None, gt=0)
+    """Time of a program on one test case of the reward `code`; left out, `sandbox.wall_time_s`, which is also the largest."""
 
 
 class QueueConfig(Section):
@@ -143,6 +158,8 @@ class EnvGatewayConfig(Section):
     """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()
     """Math rewards."""
+    code: CodeRewardConfig = CodeRewardConfig()
+    """The reward `code`."""
     rewards: list[str] = []
     """More rewards that callers may name: import paths of functions (`package.module:function`)."""
     tools: ToolsConfig = ToolsConfig()
@@ -163,3 +180,9 @@ class EnvGatewayConfig(Section):
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)
     """An episode without a step for this long is closed."""
+
+    @model_validator(mode="after")
+    def _case_time_within_the_sandbox(self) -> EnvGatewayConfig:
+        if self.code.case_time_s is not None:
+            self.sandbox.check_case_time("envgateway.code.case_time_s", self.code.case_time_s)
+        return self

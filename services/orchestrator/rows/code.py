@@ -6,7 +6,8 @@
 
 Understood are lists of ``input``/``output`` pairs (also as JSON text, with ``type`` and ``metadata.func_name``),
 ``inputs``/``outputs`` with or without ``fn_name``, ``functional`` test code, HumanEval's columns, and MBPP's lists of
-asserts. A reference solution is kept under ``solution``. Whatever is not understood is refused, never guessed.
+asserts. A reference solution is kept under ``solution``, several also under ``solutions``. Whatever is not understood is
+refused, never guessed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
     solution = _solution(row)
     if solution is not None:
         normal["solution"] = solution
+    if isinstance(row.get("solutions"), list) and len(row["solutions"]) > 1:
+        normal["solutions"] = [text for text in row["solutions"] if isinstance(text, str) and text.strip()]
     if isinstance(row.get("starter_code"), str) and row["starter_code"].strip():
         normal["starter_code"] = row["starter_code"]
     return normal

@@ -63,6 +63,7 @@ def test_a_good_recipe_passes(recipe: Path) -> None:
         ("data.train.path={here}/empty.jsonl", ("data.train", "empty.jsonl")),
         ("workflow.name=singel_turn", ("workflow.name", "'singel_turn'", "single_turn")),
         ("workflow.name=nowhere.module:Flow", ("nowhere",)),
+        ("envgateway.code.case_time_s=5.5", ("code.case_time_s is 5.5", "envgateway.sandbox.wall_time_s is 5 ")),
         ("workflow.settings.rewrad=math", ("workflow.settings.rewrad", "unknown key", "'reward'")),
         ("workflow.settings.reward=recipes.quickstart.reward:nothing", ("nothing", "boxed_answer")),
         ("policies.model0.model.path=./nowhere", ("policies.model0.model.path", "config.json")),
@@ -75,6 +76,21 @@ def test_ten_broken_recipes_get_ten_precise_messages(recipe: Path, override: str
         check_recipe(load_recipe(recipe, [override.replace("{here}", str(recipe.parent))], {}))
     for expected in told:
         assert expected in caught.value.message
+
+
+@pytest.mark.parametrize("section", ["workflow", "evaluation.workflow"])
+@pytest.mark.parametrize("short", ["wall_time_s", "cpu_time_s"])
+def test_a_case_time_above_the_sandboxes_is_refused_with_both_keys_and_values(
+    recipe: Path, section: str, short: str
+) -> None:
+    settings = [f"{section}.name=codegen_verifier", f"{section}.settings={{reward: code, verifier: model0}}"]
+    times = [f"envgateway.sandbox.{name}={5 if name == short else 6}" for name in ("wall_time_s", "cpu_time_s")]
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(load_recipe(recipe, [*settings, *times], {}))
+    told = f"{section}.settings.case_time_s is 6, but envgateway.sandbox.{short} is 5 "
+    assert told in caught.value.message
+    check_recipe(load_recipe(recipe, [*settings, *times, f"envgateway.sandbox.{short}=6"], {}))
+    check_recipe(load_recipe(recipe, [*settings, *times, f"{section}.settings.case_time_s=5"], {}))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
+from services.common.errors import ConfigError
 from services.common.types import Purpose
 from services.orchestrator.commands import AnnounceVersion, CancelGroup
 from services.orchestrator.pool import Held, Hello, Replica
@@ -188,3 +191,32 @@ async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_
             report(world, replica, 2)
         orders = split(await world.orders(first) + await world.orders(second))[1]
         assert orders and {order.required_versions["model0"] for order in orders} == {2}
+
+
+async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_allowed(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"at_start": True, "max_in_flight": 2}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        _, first = split(await world.orders(world.join(slots=16)))
+        assert len(first) == 2, "of three, with slots for all"
+        assert "evaluation.max_in_flight" in world.ring.dispatcher.waits_for
+    await world.crash()  # what was in flight still is
+    async with living(world):
+        replica = world.join(slots=16, running=[order.task_group_id for order in first])
+        again = split(await world.orders(replica))[1]
+        assert {order.task_group_id for order in again} == {order.task_group_id for order in first}
+        await world.send(trajectory(first[0].task_group_id, 0, version=0, reward=1.0))
+        _, more = split(await world.orders(replica))
+        assert len(more) == 1
+        await world.send(
+            failure(first[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=0, reward=1.0)
+        )
+        result = world.ring.evaluations.results["start/greedy"]
+        assert (result.num_trajectories, result.num_failed) == (3, 1)
+
+
+def test_a_task_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
+    with pytest.raises(ConfigError, match="max_in_flight 3 is below samples_per_task 4"):
+        worlds(evaluation={"samples_per_task": 4, "max_in_flight": 3})
