@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from services.common.config.data import EvaluationConfig
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
@@ -27,8 +28,7 @@ class EvaluationPass:
     wanted: Mapping[str, int]  # versions to be evaluated, or newer ones where training goes on
     sampling: Sampling
     sampling_name: str
-    num_tasks: int
-    samples_per_task: int
+    samples: tuple[int, ...]  # by row
     policies: tuple[str, ...] = ()  # that play; () is all of the run
     versions: Mapping[str, int] = field(default_factory=dict)  # that it is played on, once decided
     pinned: bool | None = None  # None until it is decided where it is played
@@ -47,7 +47,7 @@ class EvaluationPass:
 
     @property
     def num_trajectories(self) -> int:
-        return self.num_tasks * self.samples_per_task
+        return sum(self.samples)
 
     @property
     def finished(self) -> bool:
@@ -58,7 +58,12 @@ class EvaluationPass:
         """Whether there is a row left to issue."""
         while self.next_row in self.issued_rows:
             self.next_row += 1
-        return self.next_row < self.num_tasks
+        return self.next_row < len(self.samples)
+
+    @property
+    def next_samples(self) -> int:
+        """Samples of the next row to issue, while there is one left."""
+        return self.samples[self.next_row]
 
     def required(self) -> Mapping[str, int]:
         return self.versions if self.pinned else {}
@@ -94,10 +99,13 @@ class Evaluations:
         seed: int,
         on_result: Callable[[EvaluationResult], None],
         compositions: Sequence[tuple[str, ...]] = ((),),
+        samples: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``compositions``: policies that are evaluated together, each in a pass of its own."""
+        """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
+        of datasets that do not take the number of all."""
         self._config = config
         self._sources = dict(sources)
+        self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
         self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
         self._names = names
         self._timeout_s = timeout_s
@@ -143,8 +151,7 @@ class Evaluations:
                     wanted={policy: versions[policy] for policy in policies or versions},
                     sampling=sampling_of(self._config.samplings[sampling]),
                     sampling_name=sampling,
-                    num_tasks=len(self._rows),
-                    samples_per_task=self._config.samples_per_task,
+                    samples=tuple(self._samples[dataset] for dataset, _ in self._rows),
                     policies=policies,
                 )
 
@@ -161,7 +168,7 @@ class Evaluations:
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
             task=self._sources[dataset][place],
-            indices=tuple(range(current.samples_per_task)),
+            indices=tuple(range(current.samples[row])),
             purpose=Purpose.EVALUATION,
             sampling=current.sampling,
             required_versions=dict(current.required()),
