@@ -65,7 +65,7 @@ class Facts:
     trainers: tuple[tuple[int, ...], ...] = ((4, 5, 6, 7),)
 
 
-MATH_SETS = {"aime24", "aime25", "amc23", "minerva-math", "math500"}
+MATH_SETS = {"aime24", "aime25", "amc24", "minerva-math", "math500"}
 CODE_SETS = {"humaneval", "livecodebench-v5", "deepcoder-codeforces"}
 PAIR = {"inference": ((0, 1), (2, 3)), "trainers": ((4, 5), (6, 7))}
 
@@ -74,7 +74,7 @@ def math_facts(*, pair: bool, filtered: bool, dapo: bool) -> Facts:
     return Facts(
         workflow="actor_verifier" if pair else "single_turn", model="Qwen/Qwen3-8B", steps=1200, batch=256, minibatches=4,
         lr=5e-6, threshold=0.01, context=16_384, max_new_tokens=4096, token_budget=17_408, transfer="delta",
-        data="dapo-math-17k" if dapo else "deepscaler", evaluation=MATH_SETS, evaluation_every=25, repeats=4,
+        data="dapo-filter" if dapo else "deepscaler", evaluation=MATH_SETS, evaluation_every=25, repeats=4,
         checkpoint_every=26, concurrent_prompts=1024 if dapo else 256, dynamic_sampling=filtered,
         running_requests=None if dapo else 48, **(PAIR if pair else {}),  # type: ignore[arg-type]
     )  # fmt: skip
@@ -164,6 +164,15 @@ def test_the_tables_of_the_reference_are_reproduced(name: str) -> None:
     }
     expected = Facts(**{**vars(facts), "evaluation": frozenset(facts.evaluation)})
     assert found == {expected}  # of every policy and every service
+
+
+@pytest.mark.parametrize("name", sorted(FACTS))
+def test_evaluation_data_have_the_limit_of_training_and_small_sets_of_math_more_samples(name: str) -> None:
+    recipe = load(name)
+    many = {"aime24", "aime25", "amc24"} if name.startswith("math-multi-agent") else set()
+    for dataset in recipe.data.evaluation.values():
+        assert dataset.max_prompt_tokens == FACTS[name].max_prompt_tokens
+        assert dataset.samples_per_task == (16 if dataset.name in many else None)
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))
