@@ -81,7 +81,7 @@ def check(
     from services.cli.profiles import load_with_profile
 
     resolved = load_with_profile(recipe, set_ or (), profile)
-    check_recipe(resolved)
+    left_out = check_recipe(resolved)
     if show:
         import yaml
 
@@ -90,7 +90,7 @@ def check(
         typer.echo(
             yaml.safe_dump(without_passwords(resolved.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
         )
-    console.print(describe(resolved))
+    console.print(describe(resolved, left_out))
 
 
 @recipe_app.command("eval")

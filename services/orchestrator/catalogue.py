@@ -19,7 +19,9 @@ from services.orchestrator.rows.math import math_row
 
 DATA_ROOT = "MILLRACE_DATA_ROOT"
 
-Normalise = Callable[[Mapping[str, Any], str], dict[str, Any] | None]
+Normalise = Callable[[Mapping[str, Any], str], dict[str, Any]]
+
+FORMS: dict[str, Normalise] = {"math": math_row, "code": code_row}  # by the reward that reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,9 @@ KNOWN: dict[str, KnownDataset] = {
     "deepscaler": KnownDataset(
         hub="agentica-org/DeepScaleR-Preview-Dataset", local="deepscaler/sample.jsonl", normalise=math_row
     ),
-    "dapo-math-17k": KnownDataset(
-        hub="open-r1/DAPO-Math-17k-Processed", subset="en", local="dapo_math_17k/train.jsonl", normalise=math_row
+    "dapo-filter": KnownDataset(hub="aaabiao/dapo_filter", local="dapo_filter/train.jsonl", normalise=math_row),
+    "dapo-math-17k": KnownDataset(  # subsets on the hub: all (17,398 rows), en and cn
+        hub="open-r1/DAPO-Math-17k-Processed", subset="all", local="dapo_math_17k/train.jsonl", normalise=math_row
     ),
     "gsm8k": KnownDataset(hub="openai/gsm8k", subset="main", local="gsm8k/train.jsonl", normalise=math_row),
     "math-train": KnownDataset(local="math_train/train.jsonl", normalise=math_row),
@@ -58,6 +61,7 @@ KNOWN: dict[str, KnownDataset] = {
         hub="HuggingFaceH4/aime_2024", local="aime24/test.jsonl", normalise=math_row
     ),
     "aime25": KnownDataset(hub="math-ai/aime25", split="test", local="aime25/test.jsonl", normalise=math_row),
+    "amc24": KnownDataset(hub="rawsh/2024_AMC12", local="amc24/train.jsonl", normalise=math_row),
     "amc23": KnownDataset(hub="math-ai/amc23", split="test", local="amc23/test.jsonl", normalise=math_row),
     "minerva-math": KnownDataset(
         hub="math-ai/minervamath", split="test", local="minerva_math/test.jsonl", normalise=math_row

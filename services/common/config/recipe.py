@@ -112,6 +112,12 @@ class Recipe(Section):
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
                 "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
+        for name, dataset in self.data.evaluation.items():
+            if evaluation.max_in_flight is not None and evaluation.max_in_flight < (dataset.samples_per_task or 0):
+                raise ValueError(
+                    f"evaluation.max_in_flight {evaluation.max_in_flight} is below data.evaluation.{name}.samples_per_task "
+                    f"{dataset.samples_per_task}: the trajectories of a task are issued together"
+                )
         for policy in evaluation.policies:
             if policy not in self.policies:
                 raise ValueError(

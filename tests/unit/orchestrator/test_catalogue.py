@@ -10,7 +10,7 @@ import pytest
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.orchestrator.catalogue import KNOWN, how_to_get
-from services.orchestrator.datasets import NormalisedSource, open_source
+from services.orchestrator.datasets import open_source
 
 
 @pytest.fixture
@@ -34,22 +34,23 @@ def test_a_local_file_is_read_and_its_rows_are_in_one_form(root: Path) -> None:
         {"question": "2+2?", "answer": 4.0},
     )
     source = open_source(DatasetConfig(name="math500"), seed=0)
-    assert isinstance(source, NormalisedSource) and source.num_left_out == 1
+    assert source.left_out.reasons == ["row 2: the answer is null; it must be a number or text"]
     assert [(source[n].task_id, dict(source[n].data)) for n in range(len(source))] == [
         ("1", {"problem": "1+1?", "answer": "2"}),
         ("3", {"problem": "2+2?", "answer": "4"}),
     ]
 
 
-def test_a_row_that_is_not_understood_names_the_dataset_and_its_row(root: Path) -> None:
+def test_a_row_that_is_not_understood_is_left_out_and_named(root: Path) -> None:
     put(root, "humaneval", {"prompt": "def f(): ...", "entry_point": "f", "test": "check"}, {"prompt": "p"})
-    with pytest.raises(DatasetError, match=r"dataset humaneval, row 2: no tests"):
-        open_source(DatasetConfig(name="humaneval"), seed=0)
+    source = open_source(DatasetConfig(name="humaneval"), seed=0)
+    assert len(source) == source.left_out.count == 1
+    assert source.left_out.reasons[0].startswith("row 2: no tests")
 
 
 def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
     put(root, "gsm8k", {"question": "?", "answer": None})
-    with pytest.raises(DatasetError, match="no row that can be used"):
+    with pytest.raises(DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"):
         open_source(DatasetConfig(name="gsm8k"), seed=0)
 
 
@@ -88,8 +89,7 @@ def test_exactly_one_source_may_be_named() -> None:
 )  # fmt: skip
 def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root: Path) -> None:
     source = open_source(DatasetConfig(name=name), seed=0)
-    assert isinstance(source, NormalisedSource)
-    assert (len(source), source.num_left_out) == (rows, left_out)
+    assert (len(source), source.left_out.count) == (rows, left_out)
     assert source[0].data["problem"]
 
 

@@ -90,6 +90,22 @@ async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(world
         assert (score.mean_reward.value, score.pass_at[0][1].value) == (2 / 3, 2 / 3)
 
 
+async def test_a_dataset_may_have_its_own_number_of_samples(worlds: Callable[..., World]) -> None:
+    world = worlds(held_out={"large": {}, "small": {"samples_per_task": 3}})
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=16)
+        _, evaluation = split(await world.orders(replica))
+        assert [len(order.indices) for order in evaluation] == [1, 1, 1, 3, 3, 3]
+        for order in evaluation:
+            await world.send(
+                *(trajectory(order.task_group_id, i, version=0, reward=float(i == 0)) for i in order.indices)
+            )
+        result = world.ring.evaluations.results["start/greedy"]
+        assert {score.name: score.samples_per_item for score in result.datasets} == {"large": 1, "small": 3}
+        assert (result.num_trajectories, result.mean_reward) == (12, (1 + 1 / 3) / 2)
+
+
 async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, evaluation={"every": 1, "at_start": False}, max_staleness=4)
     async with living(world):
@@ -220,3 +236,22 @@ async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_al
 def test_a_task_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
     with pytest.raises(ConfigError, match="max_in_flight 3 is below samples_per_task 4"):
         worlds(evaluation={"samples_per_task": 4, "max_in_flight": 3})
+
+
+async def test_the_trajectories_in_flight_are_counted_by_the_samples_of_each_dataset(
+    worlds: Callable[..., World],
+) -> None:
+    held_out = {"large": {}, "small": {"samples_per_task": 3}}
+    world = worlds(run={"steps": 9}, evaluation={"max_in_flight": 5}, held_out=held_out, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=32)
+        _, first = split(await world.orders(replica))
+        assert [len(order.indices) for order in first] == [1, 1, 1], "a group of three more would be six"
+        await world.send(trajectory(first[0].task_group_id, 0, version=0, reward=1.0))
+        assert [len(order.indices) for order in split(await world.orders(replica))[1]] == [3]
+
+
+def test_a_dataset_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
+    with pytest.raises(ConfigError, match=r"max_in_flight 3 is below data.evaluation.small.samples_per_task 4"):
+        worlds(evaluation={"max_in_flight": 3}, held_out={"small": {"samples_per_task": 4}})

@@ -36,6 +36,15 @@ from tests.unit.recipes.golden import (
 
 
 @pytest.mark.parametrize("name", recipes())
+def test_evaluation_data_have_the_limit_of_training_and_small_sets_of_math_more_samples(name: str) -> None:
+    recipe = load(name)
+    many = {"aime24", "aime25", "amc24"} if name.startswith("math-multi-agent") else set()
+    for dataset in recipe.data.evaluation.values():
+        assert dataset.max_prompt_tokens == recipe.data.train.max_prompt_tokens
+        assert dataset.samples_per_task == (16 if dataset.name in many else None)
+
+
+@pytest.mark.parametrize("name", recipes())
 def test_every_resolved_setting_is_the_golden_one_or_the_default(name: str) -> None:
     recipe = load(name)
     golden, settings, defaults = read(golden_file(name)), resolved(recipe), defaults_of(recipe)
