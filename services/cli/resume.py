@@ -17,6 +17,7 @@ from services.common.config.loading import RESOLVED, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.loopback import is_loopback
+from services.common.redaction import without_passwords
 
 AUTO = "auto"
 # What a run is called, where it lies and what is said of it; none changes what it does.
@@ -91,7 +92,8 @@ def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
 
 def differences(found: Recipe, wanted: Recipe) -> list[str]:
     """Settings of a run that are not those of a recipe, each in words. What a launch fills in (free ports, addresses) is none."""
-    there, here = dict(_leaves(found.model_dump(mode="json"))), dict(_leaves(wanted.model_dump(mode="json")))
+    # Without passwords: what is told here goes to terminals and logs.
+    there, here = (dict(_leaves(without_passwords(each.model_dump(mode="json")))) for each in (found, wanted))
     return [
         f"{path} is {there.get(path)!r} there and {here.get(path)!r} here"
         for path in sorted(there.keys() | here.keys())

@@ -44,12 +44,14 @@ class World:
         run: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         evaluation: dict[str, Any] | None = None,
+        envgateway: dict[str, Any] | None = None,
         **batch: Any,
     ) -> None:
         self.run_dir = run_dir
         self.curation = curation
         self.policies = policies
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
+        self.envgateway = envgateway or {}
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
@@ -76,6 +78,7 @@ class World:
             },
             "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
             "orchestrator": {"min_free_bytes": 5_000_000},
+            "envgateway": self.envgateway,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
         self.journal = Journal(self.run_dir / "journal")
