@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from services.cli import nodes, start
 from services.cli.nodes import (
@@ -243,3 +245,20 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     free = with_free_ports(Recipe.model_validate(tree))
     assert free.orchestrator.port and free.inference["b"].port
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
+
+
+def test_a_gateway_that_lacks_its_world_says_which_folder_before_it_starts(tmp_path: Path) -> None:
+    pytest.importorskip("alfworld", reason="the extra alfworld is not installed")
+    recipe = load_recipe(
+        REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full",
+        (f"envgateway.alfworld.data={tmp_path}/none",),
+        {},
+    )
+    with pytest.raises(ConfigError, match=rf"the environment gateway of .* cannot start:\n.*{tmp_path}/none"):
+        start.start(recipe, "envgateway", tmp_path / "run", Console(file=io.StringIO()), {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_environments_are_started_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="write envgateway instead of inference-b"):
+        start.start(two_nodes(), "inference-b", tmp_path, Console(file=io.StringIO()), {}, alone=True)
