@@ -34,8 +34,14 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *missing_data(recipe),
         *gpu_problems(recipe, gpus_here()),
         *_missing_packages(recipe),
-        *_missing_worlds(recipe),
+        *(_missing_worlds(recipe) if recipe.envgateway and recipe.envgateway.node == 0 else ()),
     ]
+
+
+def check_worlds(recipe: Recipe) -> None:
+    """Raises ``ConfigError`` for a world that the gateway, which is about to start here, would miss at the first episode."""
+    if problems := _missing_worlds(recipe):
+        raise ConfigError(f"the environment gateway of {recipe.name} cannot start:\n" + "\n".join(problems))
 
 
 def missing_data(recipe: Recipe) -> list[str]:

@@ -121,7 +121,7 @@ def _server(ring: Ring, recipe: Recipe, settings: Settings, sources: Mapping[str
         service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
     )
     runs = RunServicer(ring)
-    pool = PoolServicer(ring, _gateway_address(recipe))
+    pool = PoolServicer(ring)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
     server.add(
         training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
@@ -180,7 +180,3 @@ def _ring(
         run_mark=begun["mark"],
         started_at=begun["started_at"],
     )
-
-
-def _gateway_address(recipe: Recipe) -> str:
-    return f"{recipe.envgateway.host}:{recipe.envgateway.port}" if recipe.envgateway is not None else ""

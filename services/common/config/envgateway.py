@@ -150,6 +150,9 @@ class EnvGatewayConfig(Section):
     """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50080, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
+    node: int = Field(default=0, ge=0)
+    """The node it runs on, and with it environments, rewards and programs. On another than 0 it says itself where replicas
+    reach it, `host` does not count, and nothing is issued until it has joined."""
     sandbox: SandboxConfig = SandboxConfig()
     """Sandboxed execution."""
     queue: QueueConfig = QueueConfig()

@@ -36,6 +36,9 @@ class RunConfig(Section):
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
+    resume: Literal["auto", "never"] = "never"
+    """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
+    and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
 
 
 class Recipe(Section):
@@ -103,6 +106,11 @@ class Recipe(Section):
             raise ValueError(
                 f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
                 "security.tls out"
+            )
+        if self.security.tls == "off" and len(nodes := self.nodes()) > 1:
+            raise ValueError(
+                f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "
+                "other over a network: leave security.tls out, or run everything on node 0"
             )
 
     def _check_evaluation(self) -> None:
@@ -209,6 +217,7 @@ class Recipe(Section):
     def nodes(self) -> list[int]:
         """The nodes that it names, 0 first."""
         named = {service.node for service in self.inference.values()}
+        named |= {self.envgateway.node} if self.envgateway else set()
         return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
 
     def ports(self) -> list[tuple[str, int]]:

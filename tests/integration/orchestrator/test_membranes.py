@@ -171,3 +171,36 @@ async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
     (second.run_dir / "recipe.json").write_text(json.dumps(tree))
     assert await asyncio.to_thread(second.spawn().wait, 30) == 2
     assert f"127.0.0.1:{first.port}: the port is in use" in (second.run_dir / "stderr.txt").read_text()
+
+
+async def test_a_gateway_is_told_of_the_end_of_the_run_after_replicas_have_left_and_of_nothing_else(
+    orchestrators: Make, peers: Peers
+) -> None:
+    orchestrator = orchestrators(**QUIET, run__steps=1, envgateway={"node": 1})
+    await orchestrator.start()
+    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
+    peers += [replica, trainer]
+    replica.start()
+    async with asyncio.timeout(60), channel(orchestrator.address) as connection:
+        stub = pool_pb2_grpc.PoolServiceStub(connection)
+        training = asyncio.ensure_future(trainer.run(1))
+        waiting = await orchestrator.until(lambda now: any("envgateway.node" in wait for wait in now.waits))
+        assert not replica.orders and waiting.counters.get("task_groups_issued", 0) == 0
+        call = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address="127.0.0.1:1"))
+        words = [word async for word in call]
+        await training
+    assert [word.WhichOneof("command") for word in words] == ["welcome", "leave"]
+    assert words[0].welcome.run_id == "scripted-test" and words[1].leave.reason == "the run has finished"
+    assert replica.orders and await orchestrator.wait() == 0
+
+
+async def test_a_gateway_is_not_told_to_leave_when_only_the_orchestrator_stops(orchestrators: Make) -> None:
+    orchestrator = orchestrators(**QUIET, envgateway={})
+    await orchestrator.start()
+    assert orchestrator.process is not None
+    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+        call = pool_pb2_grpc.PoolServiceStub(connection).JoinGateway(pool_pb2.JoinGatewayRequest(address="127.0.0.1:1"))
+        assert (await call.read()).WhichOneof("command") == "welcome"
+        orchestrator.process.terminate()
+        assert await call.read() == grpc.aio.EOF
+        assert await orchestrator.wait() == 0

@@ -46,6 +46,7 @@ class World:
         rollout: dict[str, Any] | None = None,
         evaluation: dict[str, Any] | None = None,
         held_out: dict[str, dict[str, Any]] | None = None,  # evaluation datasets of three rows
+        envgateway: dict[str, Any] | None = None,
         **batch: Any,
     ) -> None:
         self.run_dir = run_dir
@@ -53,6 +54,7 @@ class World:
         self.policies = policies
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
         self.held_out = held_out or {"held_out": {}}
+        self.envgateway = envgateway or {}
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
@@ -79,6 +81,7 @@ class World:
             },
             "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
             "orchestrator": {"min_free_bytes": 5_000_000},
+            "envgateway": self.envgateway,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
         self.journal = Journal(self.run_dir / "journal")

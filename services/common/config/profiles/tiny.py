@@ -49,7 +49,7 @@ def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) ->
     made: Tree = copy.deepcopy(dict(tree))
     episodes = made["workflow"]["name"] == "agent_env"
     made["name"] = f"{made['name']}-tiny"
-    made["run"]["steps"] = min(made["run"]["steps"], STEPS)
+    made["run"] |= {"steps": min(made["run"]["steps"], STEPS), "resume": "never"}
     _rollouts(made)
     world = find_world(made["workflow"]["settings"].get("environment", ""), made) if episodes else None
     if world is not None:
@@ -158,7 +158,7 @@ def _inference(service: Tree) -> None:
 
 
 def _gateway(gateway: Tree) -> None:
-    gateway |= {"host": LOOPBACK, "port": 0}
+    gateway |= {"host": LOOPBACK, "port": 0, "node": 0}
     _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run

@@ -42,6 +42,7 @@ SLOTS = (
 )
 NAMES = "a run is named by its recipe and the time, or by `run.id`"
 ONE_EVALUATION = "links two sections of its file; one workflow evaluates all data sets here"
+NO_PROMPT = "rows are places in a list of games or goals: there is no prompt to measure before the episode begins"
 BUILT_IN_WORLD = (
     "the gateway plays the world itself, so a run is one command; `envgateway.agentbench` names a task server instead"
 )
@@ -146,15 +147,10 @@ TRAINING_DATA = rows(
         "dataflow.rollout_dataset.dataset_fn",
         per(
             (CODE, "astraflow.dataflow.dataset.deepcoder_preview:get_deepcoder_preview_primeintellect_rl_dataset"),
+            (DAPO, "astraflow.dataflow.dataset.dapo_filter:get_dapo_filter_rl_dataset"),
             (DEEPSCALER, "astraflow.dataflow.dataset.deepscaler:get_deepscaler_rl_dataset"),
         ),
         "data.train.name", renamed(reading.DATASETS),
-    ),
-    departs(
-        "dataflow.rollout_dataset.dataset_fn", "astraflow.dataflow.dataset.dapo_filter:get_dapo_filter_rl_dataset",
-        "data.train.name", "dapo-math-17k",
-        "the public processed set, `open-r1/DAPO-Math-17k-Processed`, English; there a filtered copy, `aaabiao/dapo_filter`",
-        of=DAPO,
     ),
     fixed("rows are read by the name of the data set", {
         "dataflow.rollout_dataset.dataset_fn": per(
@@ -178,7 +174,7 @@ TRAINING_DATA = rows(
     ),
     departs(
         "dataflow.rollout_dataset.max_length", 4096, "data.train.max_prompt_tokens", None,
-        "rows are places in a list of games or goals: there is no prompt to measure before the episode begins", of=AGENTS,
+        NO_PROMPT, of=AGENTS,
     ),
     absent("tasks are drawn one by one, as fast as admission allows", {"dataflow.rollout_dataset.batch_size": 1}, of=MATH),
 )  # fmt: skip
@@ -272,8 +268,17 @@ EVALUATION = rows(
     EXPERIMENT, M2PO,
     same("{trainer}.evaluator.eval_at_start", False, "evaluation.at_start"),
     same("{trainer}.evaluator.freq_steps", per((AGENTS, 10), (MATH | CODE, 25)), "evaluation.every"),
-    same(
-        "dataflow.eval_datasets.{evaluation}.repeat", per((MATH | AGENTS, 4), (CODE, 2)), "evaluation.samples_per_task",
+    same("dataflow.eval_datasets.{evaluation}.repeat", per((AGENTS, 4), (CODE, 2)), "evaluation.samples_per_task"),
+    *(
+        same(f"dataflow.eval_datasets.{name}.repeat", 4, "evaluation.samples_per_task", of=MATH)
+        for name in ("minerva", "math500")
+    ),
+    *(
+        same(
+            f"dataflow.eval_datasets.{name}.repeat", 4, f"data.evaluation.{name}.samples_per_task", reading.four_times,
+            of=MATH,
+        )
+        for name in ("aime24", "aime25", "amc")
     ),
     *(
         same(
@@ -283,16 +288,13 @@ EVALUATION = rows(
         for names, name, ours, function in (
             (MATH, "aime24", "aime24", "aime24x4:get_aime_2024x4_test_dataset"),
             (MATH, "aime25", "aime25", "aime25x4:get_aime_2025x4_test_dataset"),
+            (MATH, "amc", "amc", "amc24:get_amc_2024x4_test_dataset"),
             (MATH, "math500", "math500", "math500:get_math500_test_dataset"),
             (MATH, "minerva", "minerva_math", "minervamath:get_minerva_math_test_dataset"),
             (CODE, "deepcoder_codeforces", "codeforces", "deepcoder_preview:get_deepcoder_preview_codeforces_test_dataset"),
             (CODE, "humaneval", "humaneval", "human_eval:get_human_eval_test_dataset"),
             (CODE, "lcb_v5", "livecodebench_v5", "livecodebench:get_livecodebench_single_turn_test_dataset"),
         )
-    ),
-    departs(
-        "dataflow.eval_datasets.amc.dataset_fn", "astraflow.dataflow.dataset.amc24:get_amc_2024x4_test_dataset",
-        "data.evaluation.amc.name", "amc23", "the set that others report; there `rawsh/2024_AMC12`", of=MATH,
     ),
     fixed("rows are read by the name of the data set", {
         "dataflow.eval_datasets.valid.dataset_fn": per(
@@ -324,11 +326,15 @@ EVALUATION = rows(
     same("dataflow.eval_datasets.deepcoder_codeforces.subset", "codeforces", reading.evaluation("codeforces", "subset"), of=CODE),
     same("dataflow.eval_datasets.deepcoder_codeforces.split", "test", reading.evaluation("codeforces", "split"), of=CODE),
     same("dataflow.eval_datasets.humaneval.split", "test", reading.evaluation("humaneval", "split"), of=CODE),
-    fixed("a data set of one part", {"dataflow.eval_datasets.lcb_v5.split": "test"}, of=CODE),
-    fixed("a data set of one part", {"dataflow.eval_datasets.valid.split": "test"}, of=AGENTS),
-    absent("an evaluation plays every task", {
-        "dataflow.eval_datasets.{evaluation}.max_length": per((AGENTS, 4096), (MATH, 2000), (CODE, 6000)),
-    }),
+    fixed("a file of one split", {"dataflow.eval_datasets.lcb_v5.split": "test"}, of=CODE),
+    fixed("a list of one split", {"dataflow.eval_datasets.valid.split": "test"}, of=AGENTS),
+    same(
+        "dataflow.eval_datasets.{evaluation}.max_length", per((MATH, 2000), (CODE, 6000)),
+        "data.evaluation.{evaluation}.max_prompt_tokens",
+    ),
+    departs(
+        "dataflow.eval_datasets.valid.max_length", 4096, "data.evaluation.*.max_prompt_tokens", None, NO_PROMPT, of=AGENTS,
+    ),
     absent(ONE_EVALUATION, {
         "dataflow.eval_datasets.deepcoder_codeforces.eval_workflow": per((CODE, "code_eval")),
         "dataflow.eval_datasets.humaneval.eval_workflow": per((CODE, "humaneval_eval")),
@@ -454,7 +460,7 @@ TRAINING = rows(
         "policies.*.trainer.checkpoint_every",
     ),
     departs("{trainer}.recover.freq_steps", 23, "policies.*.trainer.checkpoint_every", 25, "as its baseline", of=TWO_NODES),
-    absent("a run that ended early goes on with `--resume RUN`", {"{trainer}.recover.mode": "auto"}),
+    same("{trainer}.recover.mode", "auto", "run.resume"),
     same(
         "trainer.model_id", per((AGENTS, "default"), (CODE_BASELINE, "model0")), reading.policy("model0"),
         renamed({"default": "model0"}),

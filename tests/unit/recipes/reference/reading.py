@@ -42,6 +42,11 @@ def tasks_as_kept_rollouts(value: Any, recipe: Recipe) -> int:
     return int(value) * policy.batch.resample.keep
 
 
+def four_times(value: Any, recipe: Recipe) -> int:
+    """Repeats of a data set that has each of its problems four times -> samples of a problem."""
+    return int(value) * 4
+
+
 def share_of_updates(total: int) -> Conversion:
     """A share of a schedule -> updates."""
     return lambda value, recipe: round(value * total)
@@ -57,9 +62,11 @@ DATASETS = {
     "astraflow.dataflow.dataset.deepcoder_preview:get_deepcoder_preview_codeforces_test_dataset": "deepcoder-codeforces",
     "astraflow.dataflow.dataset.livecodebench:get_livecodebench_single_turn_test_dataset": "livecodebench-v5",
     "astraflow.dataflow.dataset.human_eval:get_human_eval_test_dataset": "humaneval",
+    "astraflow.dataflow.dataset.dapo_filter:get_dapo_filter_rl_dataset": "dapo-filter",
     "astraflow.dataflow.dataset.deepscaler:get_deepscaler_rl_dataset": "deepscaler",
     "astraflow.dataflow.dataset.aime24x4:get_aime_2024x4_test_dataset": "aime24",
     "astraflow.dataflow.dataset.aime25x4:get_aime_2025x4_test_dataset": "aime25",
+    "astraflow.dataflow.dataset.amc24:get_amc_2024x4_test_dataset": "amc24",
     "astraflow.dataflow.dataset.math500:get_math500_test_dataset": "math500",
     "astraflow.dataflow.dataset.minervamath:get_minerva_math_test_dataset": "minerva-math",
 }

@@ -73,7 +73,7 @@ TRAINING = rows(
         "runner.max_steps", -1, "run.steps", 150, "no bound there; 150 is where its results are published",
     ),
     absent("a run is bounded by its steps", {"runner.max_epochs": 1000}),
-    absent("a run that ended early goes on with `--resume RUN`", {"runner.resume_dir": "auto"}),
+    same("runner.resume_dir", "auto", "run.resume"),
     same("runner.max_tokens_per_mbs", 16_384, "policies.*.trainer.token_budget"),
     fixed(PACKING, {"runner.enable_dynamic_batch_size": True, "actor.model.variable_seq_lengths": True}),
     absent(PACKING, {
