@@ -96,11 +96,12 @@ def test_no_row_is_blind() -> None:
 
 
 def test_a_recipe_that_changes_is_found() -> None:
-    settings = ["policies.model0.batch.max_staleness=7", "inference.a.num_slots=2056"]
+    settings = ["policies.model0.batch.max_staleness=7", "inference.a.num_slots=2056", "inference.a.gpus=[0, 1]"]
     recipe = load_recipe(REPOSITORY / "recipes" / NAME, settings, {})
     found = [complaint(cell, recipe, resolved(recipe)) for cell in cells() if cell.recipe == NAME]
     assert [said for said in found if said] == [
         "dataflow.buffer.max_staleness: 7 here, 8 there",
+        "engine.model0.data_parallel_size: 2 here, 4 there",
         "rollout.max_concurrent_rollouts: 2056 here, 2048 there",
     ]
 
