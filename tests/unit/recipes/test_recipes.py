@@ -19,6 +19,7 @@ from services.cli.memory_estimate import GIB, estimates, misfits
 from services.common.config.loading import load_recipe
 from services.common.config.placement import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
+from services.envgateway.sandbox.records import ExecutionLimits
 from tests.unit.recipes.golden import (
     DEFAULTS,
     GOLDEN,
@@ -61,6 +62,8 @@ class Facts:
     max_prompt_tokens: int | None = 2000
     running_requests: int | None = None
     memory_share: float = 0.8
+    tensor_parallel: int = 1
+    evaluations_in_flight: int | None = None
     inference: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)  # GPUs of the services on node 0
     trainers: tuple[tuple[int, ...], ...] = ((4, 5, 6, 7),)
 
@@ -71,12 +74,14 @@ PAIR = {"inference": ((0, 1), (2, 3)), "trainers": ((4, 5), (6, 7))}
 
 
 def math_facts(*, pair: bool, filtered: bool, dapo: bool) -> Facts:
+    tighter = pair and dapo and not filtered  # engines of the reference's recipe
     return Facts(
         workflow="actor_verifier" if pair else "single_turn", model="Qwen/Qwen3-8B", steps=1200, batch=256, minibatches=4,
         lr=5e-6, threshold=0.01, context=16_384, max_new_tokens=4096, token_budget=17_408, transfer="delta",
         data="dapo-math-17k" if dapo else "deepscaler", evaluation=MATH_SETS, evaluation_every=25, repeats=4,
         checkpoint_every=26, concurrent_prompts=1024 if dapo else 256, dynamic_sampling=filtered,
-        running_requests=None if dapo else 48, **(PAIR if pair else {}),  # type: ignore[arg-type]
+        running_requests=256 if tighter else None if dapo else 48, memory_share=0.6 if tighter else 0.8,
+        evaluations_in_flight=64 if not pair and dapo and not filtered else None, **(PAIR if pair else {}),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -86,7 +91,7 @@ def code_facts(workflow: str, steps: int, batch: int, minibatches: int, transfer
         workflow=workflow, model="Qwen/Qwen3-8B", steps=steps, batch=batch, minibatches=minibatches, lr=3e-6,
         threshold=0.01, context=12_288, max_new_tokens=4096, token_budget=14_000 if two_nodes else 22_000,
         transfer=transfer, data="deepcoder-primeintellect", evaluation=CODE_SETS, evaluation_every=25, repeats=2,
-        checkpoint_every=25, concurrent_prompts=256, max_prompt_tokens=6000, running_requests=48,
+        checkpoint_every=23 if two_nodes else 25, concurrent_prompts=256, max_prompt_tokens=6000, running_requests=48,
         trainers=((4, 5), (6, 7)) if two_nodes else ((4, 5, 6, 7),),
     )  # fmt: skip
 
@@ -114,18 +119,20 @@ FACTS = {
     "alfworld/qwen2.5-7b-instruct-m2po-delta": agent_facts("alfworld", "delta"),
     "webshop/qwen2.5-7b-instruct-m2po-full": agent_facts("webshop", "full"),
     "webshop/qwen2.5-7b-instruct-m2po-delta": agent_facts("webshop", "delta"),
-    "rstar2/qwen2.5-7b-instruct-grpo-roc": Facts(
-        workflow="tool_math", model="Qwen/Qwen2.5-7B-Instruct", steps=150, batch=128 * 16, minibatches=1, lr=1e-6,
-        threshold=None, context=32_768, max_new_tokens=8192, token_budget=20_480, transfer="delta", data="dapo-math-17k",
-        evaluation={"aime24", "aime25", "math500"}, evaluation_every=25, repeats=4, checkpoint_every=10,
-        concurrent_prompts=128, group=32, staleness=1, max_prompt_tokens=2048, running_requests=128, memory_share=0.5,
-    ),
+} | {
+    f"rstar2/qwen2.5-{size}-instruct-grpo-roc": Facts(
+        workflow="tool_math", model=f"Qwen/Qwen2.5-{size.upper()}-Instruct", steps=150, batch=128 * 16, minibatches=1,
+        lr=1e-6, threshold=None, context=32_768, max_new_tokens=8192, token_budget=16_384, transfer="delta",
+        data="dapo-math-17k", evaluation={"aime24", "aime25", "math500"}, evaluation_every=25, repeats=4,
+        checkpoint_every=10, concurrent_prompts=128, group=32, staleness=1, max_prompt_tokens=2048,
+        running_requests=requests, memory_share=0.5, tensor_parallel=parallel,
+    ) for size, requests, parallel in (("7b", 128, 2), ("1.5b", 256, 1))
 }  # fmt: skip
 
 
 def test_these_are_the_recipes() -> None:
     assert recipes() == sorted(FACTS)
-    assert len(FACTS) == 17
+    assert len(FACTS) == 18
 
 
 @pytest.mark.parametrize("name", sorted(FACTS))
@@ -156,6 +163,8 @@ def test_the_tables_of_the_reference_are_reproduced(name: str) -> None:
             max_prompt_tokens=recipe.data.train.max_prompt_tokens,
             running_requests=service.sglang.max_running_requests,
             memory_share=service.sglang.memory_share,
+            tensor_parallel=service.sglang.tensor_parallel,
+            evaluations_in_flight=recipe.evaluation.max_in_flight,
             inference=tuple(tuple(s.gpus) for s in recipe.inference.values() if s.node == 0),
             trainers=tuple(tuple(p.trainer.gpus) for p in recipe.policies.values()),
         )
@@ -265,12 +274,36 @@ def test_full_and_delta_differ_in_how_weights_travel(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["actor-verifier", "single-agent"])
 @pytest.mark.parametrize("data", ["dapo", "deepscaler"])
-def test_off_means_that_only_dynamic_sampling_is_off(kind: str, data: str) -> None:
+def test_off_means_that_dynamic_sampling_is_off(kind: str, data: str) -> None:
     start = f"math-multi-agent/qwen3-8b-{kind}-m2po-delta"
     policies = ("model0", "model1") if kind == "actor-verifier" else ("model0",)
     changed = differences(f"{start}-{data}-data", f"{start}-no-ds-{data}-data")
-    assert changed == {f"policies.{policy}.batch.dynamic_sampling" for policy in policies}
+    sampling = {f"policies.{policy}.batch.dynamic_sampling" for policy in policies}
+    assert sampling <= changed
+    # On DAPO the reference's recipes also differ in their engines, and in how much is evaluated at once.
+    engines = {f"inference.{name}.sglang.{key}" for name in "ab" for key in ("memory_share", "max_running_requests")}
+    also = {"actor-verifier": engines, "single-agent": {"evaluation.max_in_flight"}}[kind] if data == "dapo" else set()
+    assert changed - sampling == also
     assert not any(p.batch.dynamic_sampling for p in load(f"{start}-no-ds-{data}-data").policies.values())
+
+
+def test_the_small_model_differs_in_itself_and_its_engines() -> None:
+    assert differences("rstar2/qwen2.5-7b-instruct-grpo-roc", "rstar2/qwen2.5-1.5b-instruct-grpo-roc") == {
+        "policies.model0.model.path",
+        "inference.a.sglang.tensor_parallel",
+        "inference.a.sglang.max_running_requests",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(FACTS) if name.startswith("code")])
+def test_six_seconds_of_a_case_are_six_seconds_in_the_sandbox(name: str) -> None:
+    recipe = load(name)
+    assert recipe.envgateway is not None
+    asked = [recipe.envgateway.code.case_time_s, resolved(recipe).get("workflow.settings.case_time_s", 6.0)]
+    assert asked == [6.0, 6.0]
+    for seconds in asked:
+        limits = ExecutionLimits(wall_s=seconds).within(recipe.envgateway.sandbox)
+        assert (limits["wall_s"], limits["cpu_s"]) == (6.0, 6.0)
 
 
 def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
