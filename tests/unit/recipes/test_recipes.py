@@ -20,6 +20,7 @@ from services.cli.memory_estimate import GIB, estimates, misfits
 from services.common.config.loading import load_recipe
 from services.common.config.placement import engine_numbers, gpu_claims
 from services.common.errors import ConfigError
+from services.envgateway.sandbox.records import ExecutionLimits
 from tests.unit.recipes.golden import (
     DEFAULTS,
     GOLDEN,
@@ -143,12 +144,36 @@ def test_full_and_delta_differ_in_how_weights_travel(family: str) -> None:
 
 @pytest.mark.parametrize("kind", ["actor-verifier", "single-agent"])
 @pytest.mark.parametrize("data", ["dapo", "deepscaler"])
-def test_off_means_that_only_dynamic_sampling_is_off(kind: str, data: str) -> None:
+def test_off_means_that_dynamic_sampling_is_off(kind: str, data: str) -> None:
     start = f"math-multi-agent/qwen3-8b-{kind}-m2po-delta"
     policies = ("model0", "model1") if kind == "actor-verifier" else ("model0",)
     changed = differences(f"{start}-{data}-data", f"{start}-no-ds-{data}-data")
-    assert changed == {f"policies.{policy}.batch.dynamic_sampling" for policy in policies}
+    sampling = {f"policies.{policy}.batch.dynamic_sampling" for policy in policies}
+    assert sampling <= changed
+    # On DAPO the reference's recipes also differ in their engines, and in how much is evaluated at once.
+    engines = {f"inference.{name}.sglang.{key}" for name in "ab" for key in ("memory_share", "max_running_requests")}
+    also = {"actor-verifier": engines, "single-agent": {"evaluation.max_in_flight"}}[kind] if data == "dapo" else set()
+    assert changed - sampling == also
     assert not any(p.batch.dynamic_sampling for p in load(f"{start}-no-ds-{data}-data").policies.values())
+
+
+def test_the_small_model_differs_in_itself_and_its_engines() -> None:
+    assert differences("rstar2/qwen2.5-7b-instruct-grpo-roc", "rstar2/qwen2.5-1.5b-instruct-grpo-roc") == {
+        "policies.model0.model.path",
+        "inference.a.sglang.tensor_parallel",
+        "inference.a.sglang.max_running_requests",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("code")])
+def test_six_seconds_of_a_case_are_six_seconds_in_the_sandbox(name: str) -> None:
+    recipe = load(name)
+    assert recipe.envgateway is not None
+    asked = [recipe.envgateway.code.case_time_s, resolved(recipe).get("workflow.settings.case_time_s", 6.0)]
+    assert asked == [6.0, 6.0]
+    for seconds in asked:
+        limits = ExecutionLimits(wall_s=seconds).within(recipe.envgateway.sandbox)
+        assert (limits["wall_s"], limits["cpu_s"]) == (6.0, 6.0)
 
 
 def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
