@@ -81,7 +81,9 @@ def _tests(row: Row, where: str) -> Tests:
     for name in _TESTS_COLUMNS:
         if row.get(name) is not None:
             return _of_any_shape(_parsed(row[name], f"{where}, {name}"), f"{where}, {name}", _named_by(row))
-    raise DatasetError(f"{where}: no tests: looked for {', '.join(_TESTS_COLUMNS)}, test and test_list in {sorted(row)}")
+    raise DatasetError(
+        f"{where}: no tests: looked for {', '.join(_TESTS_COLUMNS)}, test and test_list in {sorted(row)}"
+    )
 
 
 def _of_any_shape(found: Any, where: str, name: str) -> Tests:
