@@ -50,7 +50,9 @@ def test_a_row_that_is_not_understood_is_left_out_and_named(root: Path) -> None:
 
 def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
     put(root, "gsm8k", {"question": "?", "answer": None})
-    with pytest.raises(DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"):
+    with pytest.raises(
+        DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"
+    ):
         open_source(DatasetConfig(name="gsm8k"), seed=0)
 
 

@@ -92,6 +92,10 @@ def test_a_number_keeps_its_value(number: float) -> None:
 def test_every_real_row_is_read(data_root: Path, file: str, rows: int, first: str) -> None:
     path = data_root / file
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    normal = [math_row(line, f"{file}, row {number}") for number, line in enumerate(lines, 1) if line.get("answer", 0) not in ("", None)]
+    normal = [
+        math_row(line, f"{file}, row {number}")
+        for number, line in enumerate(lines, 1)
+        if line.get("answer", 0) not in ("", None)
+    ]
     assert len(normal) == rows and normal[0]["answer"] == first
     assert all(row["problem"] and "<｜" not in row["problem"] and ASKED not in row["problem"] for row in normal)

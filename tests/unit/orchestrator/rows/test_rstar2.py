@@ -32,7 +32,9 @@ def test_both_layouts_become_one(tmp_path: Path) -> None:
 
 def test_without_a_row_of_either_layout_the_file_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", {"problem": "?"}, {"text": "?"})
-    with pytest.raises(DatasetError, match=r"a\.jsonl holds no row that can be used \(2 looked at\): row 1: no answer.*; row 2"):
+    with pytest.raises(
+        DatasetError, match=r"a\.jsonl holds no row that can be used \(2 looked at\): row 1: no answer.*; row 2"
+    ):
         process_train_dataset([source], tmp_path / "train.jsonl")
     assert not list(tmp_path.glob("train.jsonl*"))
 
