@@ -18,6 +18,7 @@ from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
+from services.cli.world_checks import index_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -26,7 +27,8 @@ from services.common.importing import load_object
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    _refuse(recipe, [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *_named_problems(recipe)])
+    found = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *index_problems(recipe)]
+    _refuse(recipe, [*found, *_named_problems(recipe)])
 
 
 def check_named(recipe: Recipe) -> None:

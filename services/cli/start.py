@@ -32,6 +32,7 @@ from services.cli.plan import ProcessSpec, inference_process, plan, trainer_name
 from services.cli.processes import Processes
 from services.cli.run import warm_start
 from services.cli.signals import StopSignal
+from services.cli.world_checks import index_problems, world_problems
 from services.common.config.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -81,6 +82,8 @@ def start(
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _become(_planned(resolved, directory, process), keys)
     elif process == "envgateway":
+        if problems := [*index_problems(recipe), *world_problems(recipe)]:
+            raise ConfigError("\n".join(problems))
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _save_once(recipe, directory)
         resolved = load_resolved(directory)
