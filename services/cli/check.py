@@ -19,6 +19,7 @@ from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
+from services.cli.world_checks import index_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -33,7 +34,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     """
     left_out: list[str] = []
     named = _named_problems(recipe, left_out)
-    _refuse(recipe, [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *named])
+    found = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *index_problems(recipe)]
+    _refuse(recipe, [*found, *named])
     return left_out
 
 

@@ -8,12 +8,13 @@ Knows nothing about curricula or policies.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import DatasetError
+from services.orchestrator.agentbench_indices import ALFWORLD_TRAIN, ALFWORLD_VALID, WEBSHOP_TRAIN, WEBSHOP_VALID
 from services.orchestrator.rows.code import code_row
 from services.orchestrator.rows.math import math_row
 
@@ -30,7 +31,7 @@ class KnownDataset:
 
     normalise: Normalise | None = None  # None: rows are taken as they are
     local: str = ""
-    indices: range | None = None  # rows are these numbers, {"index": n}, and there is no file
+    indices: Sequence[int] | None = None  # rows are these numbers, {"index": n}, and there is no file
     hub: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -74,11 +75,10 @@ KNOWN: dict[str, KnownDataset] = {
     ),
     "code-contests": KnownDataset(local="code_contests/test.jsonl", normalise=code_row),
     "leetcode": KnownDataset(local="leetcode/train.jsonl", normalise=code_row),
-    # Places in the lists of games and goals that AgentBench's task servers have.
-    "alfworld-train": KnownDataset(indices=range(4103)),
-    "alfworld-valid": KnownDataset(indices=range(4649, 4699)),
-    "webshop-train": KnownDataset(indices=range(200, 200 + 11_887)),
-    "webshop-valid": KnownDataset(indices=range(199)),
+    "alfworld-train": KnownDataset(indices=ALFWORLD_TRAIN),
+    "alfworld-valid": KnownDataset(indices=ALFWORLD_VALID),
+    "webshop-train": KnownDataset(indices=WEBSHOP_TRAIN),
+    "webshop-valid": KnownDataset(indices=WEBSHOP_VALID),
     "livecodebench-v5": KnownDataset(
         local="AReaL-boba-2-RL-Code/code_benchmark/lcb_v5/test.jsonl", normalise=code_row,
         fetch="hf download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset "

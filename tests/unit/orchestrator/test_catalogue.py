@@ -98,10 +98,10 @@ def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root:
 @pytest.mark.parametrize(
     ("name", "first", "last", "number"),
     [
-        ("alfworld-train", 0, 4102, 4103),
+        ("alfworld-train", 0, 4648, 4102),
         ("alfworld-valid", 4649, 4698, 50),
         ("webshop-train", 200, 12_086, 11_887),
-        ("webshop-valid", 0, 198, 199),
+        ("webshop-valid", 0, 199, 200),
     ],
 )
 def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last: int, number: int) -> None:
@@ -113,3 +113,12 @@ def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last
     )
     assert source[0].task_id == str(first)
     assert len(open_source(DatasetConfig(name=name, limit=3), seed=0)) == 3
+
+
+def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: Path) -> None:
+    reference = json.loads((data_root / "alfworld_reference_indices.json").read_text())
+    for name, ranges in (("alfworld-train", "train"), ("alfworld-valid", "valid")):
+        wanted = [n for first, last in reference[f"{ranges}_ranges_inclusive"] for n in range(first, last + 1)]
+        source = open_source(DatasetConfig(name=name), seed=0)
+        assert [source[row].data["index"] for row in range(len(source))] == wanted
+        assert len(wanted) == reference[f"{ranges}_count"]

@@ -5,7 +5,6 @@ test_reference.py compares them with their references.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -208,12 +207,9 @@ def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     check_launch(external.model_copy(update={"inference": {}}))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("alfworld") is None, reason="extra alfworld is not installed")
-def test_places_beyond_the_games_that_are_here_are_refused(tmp_path: Path) -> None:
-    for place in range(3):
-        (tmp_path / f"trial-{place}").mkdir()
-        (tmp_path / f"trial-{place}" / "game.tw-pddl").write_text("{}")
-    settings = [f"envgateway.alfworld.data={tmp_path}", "inference.a.engine=torch", "inference.a.gpus=[0]"]
-    recipe = load_recipe(REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full", settings, {})
-    with pytest.raises(ConfigError, match="alfworld-valid has the places 4649 to 4698, but there are 3 games"):
-        check_launch(recipe)
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith(("alfworld", "webshop"))])
+def test_agents_are_evaluated_with_the_truncation_they_are_trained_with(name: str) -> None:
+    recipe = load(name)
+    (sampling,) = recipe.evaluation.samplings.values()
+    assert sampling == recipe.sampling.model_copy(update={"temperature": 0.6})
+    assert (sampling.top_p, sampling.top_k) == (0.95, 50)
