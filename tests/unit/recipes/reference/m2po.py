@@ -228,6 +228,12 @@ ROLLOUTS = rows(
     same("dataflow.workflow_spec.enable_testgen_thinking", True, "workflow.settings.verifier_thinking", of=TWO_NODES),
     same("dataflow.workflow_spec.generated_case_count", 2, "workflow.settings.num_cases", of=TWO_NODES),
     same("dataflow.workflow_spec.verify_timeout", 6, "workflow.settings.case_time_s", number, of=TWO_NODES),
+    *(
+        same("dataflow.workflow_spec.verify_timeout", 6, path, number, of=TWO_NODES, aspect=aspect)
+        for path, aspect in (
+            ("envgateway.sandbox.wall_time_s", "sandbox"), ("envgateway.sandbox.cpu_time_s", "CPU time of the sandbox"),
+        )
+    ),
     fixed("a program earns 1 when it passes every test, else 0", {"dataflow.workflow_spec.discrete_code_reward": True}, TWO_NODES),
     same(
         "dataflow.workflow_spec.discrete_testgen_reward", True, "workflow.settings.verifier_reward",
@@ -253,14 +259,8 @@ SAMPLING = rows(
         )
         for key, value, names in (
             ("max_new_tokens", 512, AGENTS), ("max_new_tokens", 4096, MATH | CODE), ("min_new_tokens", 0, M2PO),
+            ("top_p", 0.95, AGENTS), ("top_k", 50, AGENTS),
         )
-    ),
-    *(
-        departs(
-            f"raas.models.{{model}}.gconfig.{key}", value, f"evaluation.samplings.sampled.{key}", here,
-            "not built: evaluation is untruncated", of=AGENTS, aspect="evaluation",
-        )
-        for key, value, here in (("top_p", 0.95, 1.0), ("top_k", 50, 0))
     ),
 )  # fmt: skip
 
@@ -456,10 +456,9 @@ TRAINING = rows(
         "policy and reference model see the same micro-batches; the budget never changes a result", of=AGENTS,
     ),
     same(
-        "{trainer}.recover.freq_steps", per((MATH, 26), (M2PO - MATH - TWO_NODES, 25)),
+        "{trainer}.recover.freq_steps", per((MATH, 26), (TWO_NODES, 23), (M2PO - MATH - TWO_NODES, 25)),
         "policies.*.trainer.checkpoint_every",
     ),
-    departs("{trainer}.recover.freq_steps", 23, "policies.*.trainer.checkpoint_every", 25, "as its baseline", of=TWO_NODES),
     same("{trainer}.recover.mode", "auto", "run.resume"),
     same(
         "trainer.model_id", per((AGENTS, "default"), (CODE_BASELINE, "model0")), reading.policy("model0"),
@@ -508,24 +507,14 @@ ENGINES = rows(
     same("engine.model1.data_parallel_size", 2, reading.engines("model1"), of=PAIRS - DAPO_PAIR),
     same("sglang.context_length", per((AGENTS | MATH, 16_384), (CODE, 12_288)), "policies.*.model.context_length"),
     same(
-        "sglang.max_running_requests", per((DAPO - UNFILTERED_DAPO_PAIR, None), (ALFWORLD | CODE | DEEPSCALER, 48)),
+        "sglang.max_running_requests",
+        per((WEBSHOP | DAPO - UNFILTERED_DAPO_PAIR, None), (UNFILTERED_DAPO_PAIR, 256), (ALFWORLD | CODE | DEEPSCALER, 48)),
         "inference.{service}.sglang.max_running_requests",
     ),
-    departs(
-        "sglang.max_running_requests", None, "inference.{service}.sglang.max_running_requests", 48, "as ALFWorld's",
-        of=WEBSHOP,
-    ),
-    departs(
-        "sglang.max_running_requests", 256, "inference.{service}.sglang.max_running_requests", None,
-        "as the other recipes on this data", of=UNFILTERED_DAPO_PAIR,
-    ),
     same(
-        "sglang.mem_fraction_static", per((ALFWORLD, 0.7), (WEBSHOP, 0.6), ((MATH | CODE) - UNFILTERED_DAPO_PAIR, 0.8)),
+        "sglang.mem_fraction_static",
+        per((ALFWORLD, 0.7), (WEBSHOP | UNFILTERED_DAPO_PAIR, 0.6), ((MATH | CODE) - UNFILTERED_DAPO_PAIR, 0.8)),
         "inference.{service}.sglang.memory_share",
-    ),
-    departs(
-        "sglang.mem_fraction_static", 0.6, "inference.{service}.sglang.memory_share", 0.8,
-        "as the other recipes on this data", of=UNFILTERED_DAPO_PAIR,
     ),
     absent("SGLang's default for the GPU, which is this one on Hopper; `inference.<name>.sglang.extra_arguments` sets another", {
         "sglang.attention_backend": "fa3",
@@ -543,10 +532,7 @@ ENGINES = rows(
         per((DAPO & PAIRS, 2048), (PAIRS - DAPO, 512)),
         "each of the two services has as many, because an evaluation takes one service for itself; admission bounds the sum",
     ),
-    departs(
-        "rollout.max_concurrent_evals", 64, "evaluation.share", 0.25,
-        "evaluation gets a share of the slots, as in the other recipes", of=UNFILTERED_DAPO_SOLVER,
-    ),
+    same("rollout.max_concurrent_evals", 64, "evaluation.max_in_flight", of=UNFILTERED_DAPO_SOLVER),
     absent(SLOTS, {
         "rollout.adaptive_step_size": 4,
         "rollout.enable_adaptive_availability": True,

@@ -52,7 +52,8 @@ M2PO = MATH | CODE | AGENTS
 DELTA = MATH | CODE_DELTA | AGENTS_DELTA
 
 RSTAR2_7B = frozenset({"rstar2/rstar2-qwen2.5-7b-megatron"})
-RSTAR2 = RSTAR2_7B
+RSTAR2_1_5B = frozenset({"rstar2/rstar2-qwen2.5-1.5b-megatron"})
+RSTAR2 = RSTAR2_7B | RSTAR2_1_5B
 
 _MATH_SETS = {name: name for name in ("aime24", "aime25", "amc", "math500")} | {"minerva": "minerva_math"}
 _CODE_SETS = {"humaneval": "humaneval", "lcb_v5": "livecodebench_v5", "deepcoder_codeforces": "codeforces"}
@@ -74,12 +75,12 @@ def _m2po(name: str) -> Reference:
     )
 
 
-def _rstar2(name: str, here: str) -> Reference:
-    return Reference(here=here, files={f"{name.partition('/')[2]}.yaml": ""}, models={}, evaluations={})
+def _rstar2(name: str) -> Reference:
+    size = "1.5b" if name in RSTAR2_1_5B else "7b"
+    file = f"{name.partition('/')[2]}.yaml"
+    return Reference(here=f"rstar2/qwen2.5-{size}-instruct-grpo-roc", files={file: ""}, models={}, evaluations={})
 
 
 REFERENCES: dict[str, Reference] = {name: _m2po(name) for name in sorted(M2PO)} | {
-    "rstar2/rstar2-qwen2.5-7b-megatron": _rstar2(
-        "rstar2/rstar2-qwen2.5-7b-megatron", "rstar2/qwen2.5-7b-instruct-grpo-roc"
-    ),
+    name: _rstar2(name) for name in sorted(RSTAR2)
 }

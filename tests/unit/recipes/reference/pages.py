@@ -35,6 +35,7 @@ BEGIN = (
 END = "<!-- End of the generated part. -->"
 KINDS: tuple[Kind, ...] = ("same", "fixed", "departs", "absent")
 MANY = 3  # keys below one prefix that are told as their number
+LONG = 60  # characters of a value that is left out where keys are listed
 _LABELS = {
     "actor and verifier": names.PAIRS,
     "single agent": names.SOLVERS,
@@ -79,7 +80,7 @@ def section(page: str) -> str:
         "### Settings that depart",
         _table(("setting there", "there", "here", "why"), _told(departing, recipes)),
         "### Differences in code",
-        _table(("behaviour", "there", "here", "why"), _told(in_code, recipes)),
+        _table(("behaviour", "there", "here, and why"), _in_code(in_code, recipes)),
         "### Settings that nothing corresponds to",
         _table(("settings there", "why"), _absent(missing, recipes)),
     ]
@@ -129,9 +130,14 @@ def _counts(cells: Iterable[Cell]) -> Iterator[tuple[str, ...]]:
         yield (f"`{REFERENCES[name].here}`", str(len(kinds[name])), *(str(count[kind]) for kind in KINDS))
 
 
-def _told(lines: Mapping[Line, Recipes], all_of: Recipes) -> Iterator[tuple[str, ...]]:
+def _told(lines: Mapping[Line, Recipes], all_of: Recipes) -> Iterator[tuple[str, str, str, str]]:
     for line, recipes in lines.items():
         yield line.key + _label(recipes, all_of), line.there, line.here, line.why
+
+
+def _in_code(lines: Mapping[Line, Recipes], all_of: Recipes) -> Iterator[tuple[str, ...]]:
+    for key, there, here, why in _told(lines, all_of):
+        yield key, there, "; ".join(filter(None, (here, why)))
 
 
 def _absent(lines: Mapping[Line, Recipes], all_of: Recipes) -> Iterator[tuple[str, str]]:
@@ -156,7 +162,7 @@ def _keys(lines: Sequence[Line]) -> Iterator[str]:
             continue
         for key in keys:
             (value, *others) = values[key]
-            yield key if others else f"{key} {value}"
+            yield key if others or len(value) > LONG else f"{key} {value}"
 
 
 def _prefix(key: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.unit.recipes.reference import reading
-from tests.unit.recipes.reference.names import RSTAR2
+from tests.unit.recipes.reference.names import RSTAR2, RSTAR2_1_5B, RSTAR2_7B
 from tests.unit.recipes.reference.reading import number, renamed
-from tests.unit.recipes.reference.table import HYDRA, Text, absent, departs, fixed, rows, same
+from tests.unit.recipes.reference.table import HYDRA, Text, absent, departs, fixed, per, rows, same
 
 MODEL = "says how a Megatron model is built; the model's own `config.json` says what it is"
 MEGATRON = "belongs to Megatron; the trainer here is FSDP2, which writes its own checkpoints and safetensors"
@@ -59,8 +59,8 @@ TRAINING = rows(
         "actor.model.recompute_num_layers": 20,
     }),
     absent(FSDP, {
-        "actor.model.tensor_model_parallel_size": 2,
-        "actor.model.sequence_parallel": True,
+        "actor.model.tensor_model_parallel_size": per((RSTAR2_7B, 2), (RSTAR2_1_5B, 1)),
+        "actor.model.sequence_parallel": per((RSTAR2_7B, True), (RSTAR2_1_5B, False)),
         "actor.model.pipeline_model_parallel_size": 1,
         "actor.training_backend": "megatron",
     }),
@@ -107,7 +107,7 @@ TRAINING = rows(
     }),
     absent(MEGATRON, {
         "actor.megatron.ckpt_convertor.hf_model_path": "${rollout.model.model_path}",
-        "actor.megatron.ckpt_convertor.model": "Qwen2.5-7B",
+        "actor.megatron.ckpt_convertor.model": per((RSTAR2_7B, "Qwen2.5-7B"), (RSTAR2_1_5B, "Qwen2.5-1.5B")),
         "actor.megatron.ckpt_convertor.pipeline_model_parallel_size": "${actor.model.pipeline_model_parallel_size}",
         "actor.megatron.ckpt_convertor.process_num": 16,
         "actor.megatron.ckpt_convertor.save_path": "${runner.output_dir}/${runner.experiment_name}/converted_ckpts/actor",
@@ -190,9 +190,7 @@ ALGORITHM = rows(
         "algorithm.down_sampling.down_sampling_config.roc_answer_format": True,
         "algorithm.down_sampling.down_sampling_config.roc_error_ratio": True,
     }),
-    absent("not built: the log-ratio clamp and the clip bound what a token can do, no update is left out as a whole", {
-        "algorithm.early_stop_imp_ratio": 5.0,
-    }),
+    same("algorithm.early_stop_imp_ratio", 5.0, "policies.*.algorithm.early_stop_ratio"),
     fixed(SAMPLED, {
         "algorithm.recompute_logprobs": False,
         "rollout.return_logprobs": "${not:${algorithm.recompute_logprobs}}",
@@ -205,14 +203,23 @@ ALGORITHM = rows(
 
 ROLLOUTS = rows(
     HYDRA, RSTAR2,
-    same("rollout.model.model_path", "/path/to/model/Qwen2.5-7B-Instruct", "policies.*.model.path", reading.model_on_the_hub),
+    same(
+        "rollout.model.model_path",
+        per(
+            (RSTAR2_7B, "/path/to/model/Qwen2.5-7B-Instruct"), (RSTAR2_1_5B, "/path/to/model/Qwen2.5-1.5B-Instruct"),
+        ),
+        "policies.*.model.path", reading.model_on_the_hub,
+    ),
     same("rollout.rollout_backend", "sglang", "inference.*.engine"),
-    same("rollout.tensor_parallel_size", 2, "inference.*.sglang.tensor_parallel"),
+    same("rollout.tensor_parallel_size", per((RSTAR2_7B, 2), (RSTAR2_1_5B, 1)), "inference.*.sglang.tensor_parallel"),
     fixed("engines are not split into stages", {"rollout.pipeline_parallel_size": 1}),
-    same("rollout.max_running_requests", 128, "inference.*.sglang.max_running_requests"),
+    same(
+        "rollout.max_running_requests", per((RSTAR2_7B, 128), (RSTAR2_1_5B, 256)),
+        "inference.*.sglang.max_running_requests",
+    ),
     same("rollout.gpu_memory_utilization", 0.5, "inference.*.sglang.memory_share"),
     absent(KERNELS, {
-        "rollout.cuda_graph_max_bs": 128,
+        "rollout.cuda_graph_max_bs": per((RSTAR2_7B, 128), (RSTAR2_1_5B, 256)),
         "rollout.sglang.attention_backend": "triton",
         "rollout.sglang.torch_compile_max_bs": 128,
     }),
@@ -248,8 +255,8 @@ ROLLOUTS = rows(
     absent(RECOMPUTING, {
         "inference.load_from_actor": True,
         "inference.model.pipeline_model_parallel_size": 1,
-        "inference.model.sequence_parallel": True,
-        "inference.model.tensor_model_parallel_size": 2,
+        "inference.model.sequence_parallel": per((RSTAR2_7B, True), (RSTAR2_1_5B, False)),
+        "inference.model.tensor_model_parallel_size": per((RSTAR2_7B, 2), (RSTAR2_1_5B, 1)),
     }),
     absent(GROUPS, {
         "actor.group_name": "ActorGroup",
@@ -268,9 +275,15 @@ ROLLOUTS = rows(
     same("algorithm.sampling_params.top_k", -1, "sampling.top_k", renamed({-1: 0})),
     same("algorithm.sampling_params.top_p", 1.0, "sampling.top_p"),
     same("algorithm.sampling_params.min_new_tokens", 1, "sampling.min_new_tokens"),
+    same("algorithm.sampling_params.min_new_tokens", 1, "evaluation.samplings.*.min_new_tokens", aspect="evaluation"),
     same(
         "algorithm.sampling_params.max_new_tokens", "${subtract:${runner.seq_length}, ${data.max_prompt_length}}",
         "sampling.max_new_tokens", reading.longest_response,
+    ),
+    departs(
+        "algorithm.sampling_params.max_new_tokens", "${subtract:${runner.seq_length}, ${data.max_prompt_length}}",
+        "evaluation.samplings.*.max_new_tokens", 30_720, "as in rStar2's report", aspect="evaluation",
+        convert=reading.longest_response,
     ),
     fixed("there is no penalty on repetition", {"algorithm.sampling_params.repetition_penalty": 1.0}),
     fixed("training rollouts are sampled: a temperature of 0 is refused", {"algorithm.sampling_params.do_sample": True}),
@@ -310,7 +323,8 @@ DATA_AND_REWARD = rows(
     ),
     departs(
         "reward.reward_type", "rstar2", "workflow.settings.reward", "math",
-        "Math-Verify alone: no relative tolerance of 1e-4, by which 10001 is 10000, and no bare list that ends in the number",
+        "Math-Verify, the grader of all math recipes, in processes with a hard limit; there sympy and pylatexenc, with a "
+        "relative tolerance of 1e-4, by which 10001 is 10000, and a bare list that ends in the number is right",
     ),
     fixed("rewards are computed by rules", {"reward.use_reward_model": False}),
     departs(
@@ -326,7 +340,7 @@ DATA_AND_REWARD = rows(
     fixed("metrics are written as TensorBoard event files", {"runner.logger.logger_backends": ["tensorboard"]}),
     departs("runner.output_dir", "../results", "run.dir", "runs", "every run has a directory of its own below it"),
     absent("a run is named by its recipe and the time, or by `run.id`", {
-        "runner.experiment_name": "rstar2-7b",
+        "runner.experiment_name": per((RSTAR2_7B, "rstar2-7b"), (RSTAR2_1_5B, "rstar2-1.5b")),
         "runner.logger.experiment_name": "${runner.experiment_name}",
         "runner.logger.log_path": "${runner.output_dir}/${runner.experiment_name}",
         "runner.logger.project_name": "rlinf",
