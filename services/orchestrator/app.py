@@ -28,7 +28,7 @@ from services.common.security.binding import check_keys_are_there
 from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
-from services.orchestrator.datasets import TaskSource, open_source
+from services.orchestrator.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
@@ -82,6 +82,8 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         where: open_source(config, seed if where == TRAIN else config.seed)
         for where, config in recipe.data.sections().items()
     }
+    for where, source in sources.items():
+        log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
     ring = _ring(settings.run_dir, recipe, journal, reader, sources)
     recover(ring, reader)

@@ -55,6 +55,13 @@ def open_source(config: DatasetConfig, seed: int) -> TaskSource:
     return UsableRows(rows, config.id_field, FORMS[config.form] if config.form else None)
 
 
+def log_opened(where: str, source: TaskSource) -> None:
+    """Say how many tasks a section's dataset has, and which rows are left out."""
+    event = log.warning if source.left_out.count else log.info
+    event("dataset.opened", dataset=where, rows=len(source), left_out=source.left_out.count,
+          reasons=source.left_out.reasons)  # fmt: skip
+
+
 class UsableRows:
     """The rows of which tasks can be made: readable, in one form where there is one, named once, and plain data.
 
@@ -84,9 +91,6 @@ class UsableRows:
         if not places:
             raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
         self._places = np.asarray(places, dtype=np.int64)
-        event = log.warning if self.left_out.count else log.info
-        event("dataset.opened", dataset=rows.name, rows=len(self), left_out=self.left_out.count,
-              reasons=self.left_out.reasons)  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._places)

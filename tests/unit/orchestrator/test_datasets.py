@@ -10,7 +10,7 @@ import structlog
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.datasets import open_source
+from services.orchestrator.datasets import log_opened, open_source
 
 
 def rows(seed: int, count: int = 3) -> Iterator[dict[str, Any]]:
@@ -50,9 +50,10 @@ def test_rows_that_cannot_be_used_are_left_out_counted_and_named_by_their_line(t
 
 def test_the_log_names_what_is_left_out(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
-        open_source(jsonl(tmp_path / "a.jsonl", '{"q": 1}', "[1]"), seed=0)
-        open_source(jsonl(tmp_path / "b.jsonl", '{"q": 1}'), seed=0)
-    warned, told = [line for line in logs if line["event"] == "dataset.opened"]
+        log_opened("data.train", open_source(jsonl(tmp_path / "a.jsonl", '{"q": 1}', "[1]"), seed=0))
+        log_opened("data.evaluation.b", open_source(jsonl(tmp_path / "b.jsonl", '{"q": 1}'), seed=0))
+    warned, told = logs
+    assert (warned["event"], warned["dataset"]) == ("dataset.opened", "data.train")
     assert (warned["log_level"], warned["rows"], warned["left_out"]) == ("warning", 1, 1)
     assert warned["reasons"] == ["row 2: a row must be a JSON object, not list"]
     assert (told["log_level"], told["left_out"]) == ("info", 0)
