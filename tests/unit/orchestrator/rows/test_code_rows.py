@@ -156,3 +156,13 @@ def test_every_real_row_is_read(data_root: Path, file: str, rows: int, kind: str
     assert all(row["tests"]["kind"] == kind for row in normal) or kind is None
     assert all(("solution" in row) == with_solution for row in normal)
     assert all(row["tests"].get("cases", [1]) for row in normal)
+
+
+@pytest.mark.parametrize(
+    ("solutions", "kept"),
+    [(["a = 1", "b = 2"], ["a = 1", "b = 2"]), (["a = 1", " ", None, "b = 2"], ["a = 1", "b = 2"]), (["a = 1"], None)],
+)
+def test_of_several_reference_solutions_all_are_kept(solutions: list[Any], kept: list[str] | None) -> None:
+    row = {"problem": "p", "tests": [{"input": "1", "output": "1"}], "solutions": solutions}
+    normal = code_row(row, "row 1")
+    assert normal["solution"] == "a = 1" and normal.get("solutions") == kept
