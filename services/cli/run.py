@@ -33,7 +33,7 @@ from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
 from services.cli.rows import Row, read_rows
 from services.cli.run_directory import launcher_lock
-from services.cli.run_state import SUMMARY, ended
+from services.cli.run_state import SUMMARY, check_can_go_on, ended
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
@@ -64,9 +64,10 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     When node 0 is up, the commands for other nodes are printed.
 
     Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed, and ``ConfigError``
-    when another launcher has the run.
+    when another launcher has the run, or has brought it to its end.
     """
     with launcher_lock(run_dir):
+        check_can_go_on(run_dir)  # another launcher may have had it until now
         return _run(recipe, run_dir, console)
 
 

@@ -115,6 +115,7 @@ def reopen(run_dir: Path, console: Console | None = None, wait_s: float | None =
             )
             told = True
         time.sleep(_LOOK_S)
+    check_can_go_on(run_dir)  # it may have ended meanwhile
     return recipe, run_dir.resolve()
 
 

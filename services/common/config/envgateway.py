@@ -152,7 +152,7 @@ class EnvGatewayConfig(Section):
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
     node: int = Field(default=0, ge=0)
     """The node it runs on, and with it environments, rewards and programs. On another than 0 it says itself where replicas
-    reach it, `host` does not count, and nothing is issued until it has joined."""
+    reach it, `host` is left out, and nothing is issued until it has joined."""
     sandbox: SandboxConfig = SandboxConfig()
     """Sandboxed execution."""
     queue: QueueConfig = QueueConfig()

@@ -107,6 +107,12 @@ class Recipe(Section):
                 f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
                 "security.tls out"
             )
+        gateway = self.envgateway
+        if gateway is not None and gateway.node != 0 and not is_loopback(gateway.host):
+            raise ValueError(
+                f"envgateway.host is {gateway.host}, but on node {gateway.node} (envgateway.node) the gateway listens at the "
+                "address of that node: leave host out, and set NODE_HOST there to choose an address"
+            )
         if self.security.tls == "off" and len(nodes := self.nodes()) > 1:
             raise ValueError(
                 f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "

@@ -211,6 +211,11 @@ def test_a_gateway_elsewhere_listens_at_its_address_on_the_way_to_node_0(monkeyp
         gateway_host("192.0.2.1", {})
 
 
+def test_an_address_for_a_gateway_elsewhere_is_refused_for_it_would_not_count() -> None:
+    with pytest.raises(ConfigError, match=r"envgateway\.host is 192\.0\.2\.5, but on node 1 .*set NODE_HOST there"):
+        two_nodes("envgateway.node=1", "envgateway.host=192.0.2.5")
+
+
 def test_nodes_without_tls_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"security\.tls is off, but the recipe has processes on nodes 0, 1"):
         load_recipe(REPOSITORY / "recipes/quickstart", ("security.tls=off", "envgateway.node=1"), {})

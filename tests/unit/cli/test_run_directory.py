@@ -95,6 +95,24 @@ def test_a_launch_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     assert f"is in use (launcher, pid {os.getpid()})" in told.file.getvalue()
 
 
+def test_a_run_that_ended_while_its_launch_was_waited_for_does_not_go_on(tmp_path: Path) -> None:
+    resolved, directory = prepare(quickstart(tmp_path))
+    lock = run_directory.launcher_lock(directory)
+    lock.__enter__()
+
+    def end() -> None:
+        (directory / "summary.json").write_text('{"state": "finished"}')
+        lock.__exit__(None, None, None)
+
+    ending = threading.Timer(0.3, end)
+    ending.start()
+    with pytest.raises(ConfigError, match="all its training steps are done"):
+        run_directory.reopen(directory, wait_s=30)
+    ending.join(10)
+    with pytest.raises(ConfigError, match="all its training steps are done"):
+        run.run(resolved, directory, Console(file=io.StringIO()))
+
+
 def test_of_two_launchers_one_gets_the_run(tmp_path: Path) -> None:
     resolved, directory = prepare(quickstart(tmp_path))
     with run_directory.launcher_lock(directory):
