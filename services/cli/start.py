@@ -137,8 +137,8 @@ def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mappin
     own = listening_host(environment)
     far = node != 0 or not is_here(host)
     if not policy and far:
-        place = str((run_dir or _home(recipe, node)).resolve())
-        spec = inference_process(recipe, name, orchestrator, "--run-dir", place, host=own)
+        home = str((run_dir or _home(recipe, node)).resolve())
+        spec = inference_process(recipe, name, orchestrator, "--run-dir", home, host=own)
     elif not policy:
         spec = inference_process(recipe, name, orchestrator)
     else:

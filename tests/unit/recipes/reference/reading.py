@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.config.data import DatasetConfig
@@ -20,7 +20,7 @@ def number(value: Any, recipe: Recipe) -> float:
     return float(value)
 
 
-def renamed(names: Mapping[Hashable, Any]) -> Conversion:
+def renamed(names: Mapping[Any, Any]) -> Conversion:
     """The reference's word -> ours; a word that is not named stays."""
     return lambda value, recipe: names.get(value, value)
 
