@@ -14,7 +14,7 @@ from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from tests.unit.recipes.golden import REPOSITORY, load, recipes, resolved
 from tests.unit.recipes.reference.names import REFERENCES
-from tests.unit.recipes.reference.pages import PAGES, TABLE, written
+from tests.unit.recipes.reference.pages import PAGES, TABLE, whole, written
 from tests.unit.recipes.reference.table import (
     EXPERIMENT,
     Cell,
@@ -77,6 +77,13 @@ def test_every_setting_of_the_references_has_a_row_with_its_value(data_root: Pat
 def test_the_departures_of_a_page_are_current(page: str) -> None:
     file = REPOSITORY / "docs" / "recipes" / f"{page}.md"
     assert file.read_text() == written(page), "run `python -m tests.unit.recipes.reference.pages`"
+
+
+def test_all_rows_of_a_recipe_can_be_read() -> None:
+    told = whole(REFERENCES[NAME].here)
+    of_recipe = [cell for cell in cells() if cell.recipe == NAME]
+    assert len(told.splitlines()) == 2 + len(of_recipe)
+    assert all(f"| `{cell.key}` |" in told for cell in of_recipe)
 
 
 # The comparison can fail.

@@ -168,7 +168,11 @@ TRAINING_DATA = rows(
     ),
     same("dataflow.rollout_dataset.dataset_name", "agentica-org/DeepCoder-Preview-Dataset", reading.training("hub"), of=CODE),
     same("dataflow.rollout_dataset.subset", "primeintellect", reading.training("subset"), of=CODE),
-    same("dataflow.rollout_dataset.split", "train", reading.training("split"), of=CODE | AGENTS),
+    same("dataflow.rollout_dataset.split", "train", reading.training("split"), of=CODE),
+    fixed("each split is a data set of its own name", {
+        "dataflow.rollout_dataset.split": per((AGENTS, "train")),
+        "dataflow.eval_datasets.valid.split": per((AGENTS, "test")),
+    }),
     same(
         "dataflow.rollout_dataset.max_length", per((MATH, 2000), (CODE, 6000)), "data.train.max_prompt_tokens",
     ),
@@ -327,7 +331,6 @@ EVALUATION = rows(
     same("dataflow.eval_datasets.deepcoder_codeforces.split", "test", reading.evaluation("codeforces", "split"), of=CODE),
     same("dataflow.eval_datasets.humaneval.split", "test", reading.evaluation("humaneval", "split"), of=CODE),
     fixed("a file of one split", {"dataflow.eval_datasets.lcb_v5.split": "test"}, of=CODE),
-    fixed("a list of one split", {"dataflow.eval_datasets.valid.split": "test"}, of=AGENTS),
     same(
         "dataflow.eval_datasets.{evaluation}.max_length", per((MATH, 2000), (CODE, 6000)),
         "data.evaluation.{evaluation}.max_prompt_tokens",

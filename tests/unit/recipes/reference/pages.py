@@ -1,6 +1,7 @@
 """Writes where recipes depart from their references into docs/recipes, between two marks of each page.
 
-    python -m tests.unit.recipes.reference.pages
+    python -m tests.unit.recipes.reference.pages            # writes the pages
+    python -m tests.unit.recipes.reference.pages RECIPE     # prints every row of a recipe, such as code/qwen3-8b-m2po-full
 
 A line that holds for all recipes of a page names none of them.
 """
@@ -8,6 +9,7 @@ A line that holds for all recipes of a page names none of them.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,8 +76,9 @@ def section(page: str) -> str:
     in_code = {line: of for line, of in lines.items() if line.in_code}
     missing = {line: of for line, of in lines.items() if line.kind == "absent" and not line.in_code}
     parts = [
-        f"{source} has these recipes. Every key of their files is compared with the resolved recipe by a test; it is the "
-        "`same` here, `fixed` (the same, and no key sets it), it `departs`, or it is `absent` (nothing here corresponds to it).",
+        f"{source} has these recipes. A test compares every key of their files with the resolved recipe: it is the `same` "
+        "here, `fixed` (the same, and no key sets it), it `departs`, or it is `absent` (nothing here corresponds to it). "
+        "`python -m tests.unit.recipes.reference.pages RECIPE` prints all rows of a recipe.",
         _table(("recipe", "keys there", *KINDS), _counts(cells)),
         "### Settings that depart",
         _table(("setting there", "there", "here", "why"), _told(departing, recipes)),
@@ -101,7 +104,7 @@ def _line(cell: Cell, recipe: Recipe, settings: Mapping[str, Any]) -> Line:
     row, in_code = cell.row, cell.row.file == CODE
     key = filled(row.key, {"trainer": "trainer", "model": "*", "evaluation": "*"})
     here = ""
-    if row.kind == "departs":
+    if row.ours is not None:
         path = f"`{filled(row.ours, cell.place)}`" if isinstance(row.ours, str) else _first_line(row.ours)
         here = f"{path}: {_value(here_of(cell, recipe, settings))}"
     return Line(
@@ -199,10 +202,24 @@ def written(page: str) -> str:
     return f"{before}{BEGIN}\n\n{section(page)}\n\n{END}{after}"
 
 
-def main() -> None:
-    for page in PAGES:
+def whole(here: str) -> str:
+    """Every row of a recipe: key, value there, kind, value here, reason."""
+    recipe = load(here)
+    settings = resolved(recipe)
+    rows = []
+    for cell in expand(TABLE).values():
+        if REFERENCES[cell.recipe].here == here:
+            line = _line(cell, recipe, settings)
+            rows.append((cell.file, f"`{cell.key}`", line.there, line.kind, line.here, line.why))
+    return _table(("file", "key", "there", "kind", "here", "why"), rows)
+
+
+def main(arguments: Sequence[str]) -> None:
+    for here in arguments:
+        sys.stdout.write(f"{whole(here)}\n")
+    for page in () if arguments else PAGES:
         (REPOSITORY / "docs" / "recipes" / f"{page}.md").write_text(written(page))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

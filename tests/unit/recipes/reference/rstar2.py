@@ -196,7 +196,7 @@ ALGORITHM = rows(
         "rollout.return_logprobs": "${not:${algorithm.recompute_logprobs}}",
     }),
     fixed("sequences stay with their groups until their advantages are stamped", {"algorithm.shuffle_rollout": False}),
-    fixed("entropy is not computed unless its bonus is above 0", {"algorithm.calculate_entropy": False}),
+    absent("the mean entropy is always a metric: it comes with the log-probabilities", {"algorithm.calculate_entropy": False}),
     fixed("a token weighs the same in every sequence", {"algorithm.use_valid_token_scale": False}),
     fixed("there is no critic", {"critic.use_critic_model": False}),
 )  # fmt: skip
