@@ -20,7 +20,6 @@ from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.cli.world_checks import index_problems
-from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
 from services.common.importing import load_object
@@ -55,7 +54,7 @@ def _named_problems(recipe: Recipe, left_out: list[str]) -> list[str]:
     """The problems; what is left out of datasets is added to ``left_out``."""
     problems = []
     checks: list[Callable[[], object]] = [
-        *(partial(_check_data, where, config, left_out) for where, config in recipe.data.sections().items()),
+        *(partial(_check_data, recipe, where, left_out) for where in recipe.data.sections()),
         lambda: _check_workflow(recipe),
         lambda: _check_warm_start(recipe),
     ]
@@ -125,7 +124,8 @@ def _memory(recipe: Recipe) -> list[RenderableType]:
     return [table]
 
 
-def _check_data(where: str, config: DatasetConfig, left_out: list[str]) -> None:
+def _check_data(recipe: Recipe, where: str, left_out: list[str]) -> None:
+    config = recipe.data.sections()[where]
     if config.generator is None and config.path is not None and not Path(config.path).exists():
         if Path(config.path).suffix in (".jsonl", ".json", ".ndjson", ".parquet") or config.path.startswith(("/", ".")):
             raise ConfigError(
@@ -134,6 +134,7 @@ def _check_data(where: str, config: DatasetConfig, left_out: list[str]) -> None:
         return  # a hub name: fetched on first use
     from services.orchestrator.catalogue import is_fetched, must_be_fetched_by_hand
     from services.orchestrator.datasets import open_source
+    from services.orchestrator.requirements import requirement
 
     try:
         if config.name is not None:
@@ -141,7 +142,7 @@ def _check_data(where: str, config: DatasetConfig, left_out: list[str]) -> None:
                 return  # what a machine lacks is no fault of the recipe: told by `describe`, refused by `run`
             if is_fetched(config.name):
                 return  # on first use
-        tasks = open_source(config, config.seed)
+        tasks = open_source(config, config.seed, requirement(recipe, where))
     except MillraceError as error:
         raise ConfigError(f"{where}: {error.message}") from None
     if tasks.left_out.count:

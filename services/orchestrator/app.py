@@ -38,6 +38,7 @@ from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS
 from services.orchestrator.prompt_length import short_prompts
 from services.orchestrator.recovery import recover
+from services.orchestrator.requirements import requirement
 from services.orchestrator.ring import Ring
 from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
@@ -79,7 +80,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     reader = JournalReader(settings.journal_dir)
     seed = recipe.run.seed + recipe.data.train.seed
     sources = {
-        where: open_source(config, seed if where == TRAIN else config.seed)
+        where: open_source(config, seed if where == TRAIN else config.seed, requirement(recipe, where))
         for where, config in recipe.data.sections().items()
     }
     for where, source in sources.items():

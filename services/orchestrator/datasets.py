@@ -27,6 +27,8 @@ from services.orchestrator.raw_rows import JsonlRows, ListRows, RawRows
 
 log = structlog.get_logger()
 
+Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError that names a row by its second argument
+
 MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more is taken for endless
 
 
@@ -43,16 +45,16 @@ class TaskSource(Protocol):
     def __getitem__(self, row: int) -> Task: ...
 
 
-def open_source(config: DatasetConfig, seed: int) -> TaskSource:
-    """Open what the config names. ``seed`` goes to a generator.
+def open_source(config: DatasetConfig, seed: int, required: Requirement | None = None) -> TaskSource:
+    """Open what the config names. ``seed`` goes to a generator; ``required`` refuses rows that the recipe cannot use.
 
     Raises:
         DatasetError: there is nothing, or no row of it can be used; with the first reasons and their row numbers.
     """
     if config.name is not None:
-        return _from_catalogue(config, config.name)
+        return _from_catalogue(config, config.name, required)
     rows = _generated(config, seed) if config.generator is not None else _from_path(config)
-    return UsableRows(rows, config.id_field, FORMS[config.form] if config.form else None)
+    return UsableRows(rows, config.id_field, FORMS[config.form] if config.form else None, required)
 
 
 def log_opened(where: str, source: TaskSource) -> None:
@@ -69,7 +71,13 @@ class UsableRows:
         DatasetError: there is none; with the reasons of the first three rows.
     """
 
-    def __init__(self, rows: RawRows, id_field: str | None, normalise: Normalise | None = None) -> None:
+    def __init__(
+        self,
+        rows: RawRows,
+        id_field: str | None,
+        normalise: Normalise | None = None,
+        required: Requirement | None = None,
+    ) -> None:
         self._rows, self._id_field, self._normalise = rows, id_field, normalise
         self.left_out = LeftOut()
         places: list[int] = []
@@ -77,6 +85,8 @@ class UsableRows:
         for place in range(len(rows)):
             try:
                 task = self._task(place)
+                if required is not None:
+                    required(task.data, self._where(place))
                 if id_field is not None and task.task_id in seen:
                     before = f"was used in row {seen[task.task_id]}; task ids must be unique"
                     raise DatasetError(f"{self._where(place)}: {id_field} {task.task_id!r} {before}")
@@ -125,11 +135,11 @@ def _from_path(config: DatasetConfig) -> RawRows:
     return _from_hugging_face(config)
 
 
-def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
+def _from_catalogue(config: DatasetConfig, name: str, required: Requirement | None) -> TaskSource:
     entry = known(name)
     if entry.indices is not None:
         indices = [{"index": index} for index in entry.indices[: config.limit]]
-        return UsableRows(ListRows(indices, f"dataset {name}"), config.id_field or "index")
+        return UsableRows(ListRows(indices, f"dataset {name}"), config.id_field or "index", None, required)
     path = local_file(name)
     if path is not None:
         rows: RawRows = JsonlRows(path, config.limit, f"dataset {name} ({path})")
@@ -142,7 +152,7 @@ def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
             rows = _from_hugging_face(hub)
         except DatasetError as error:
             raise DatasetError(f"{how_to_get(name)}. {error.message}") from error
-    return UsableRows(rows, config.id_field, entry.normalise)
+    return UsableRows(rows, config.id_field, entry.normalise, required)
 
 
 def _generated(config: DatasetConfig, seed: int) -> ListRows:

@@ -16,6 +16,7 @@ import structlog
 from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
+from services.common.rows import PROMPT_FIELDS
 from services.common.types import Task
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.left_out import LeftOut
@@ -24,7 +25,6 @@ log = structlog.get_logger()
 
 CountTokens = Callable[[list[str]], list[int]]
 
-_TEXT_COLUMNS = ("messages", "prompt", "problem", "question")  # as the workflows look for a prompt
 _ROWS_AT_ONCE = 512
 
 
@@ -119,7 +119,7 @@ def prompt_text(row: Mapping[str, Any], field: str | None, where: str) -> str:
     >>> prompt_text({"messages": [{"role": "user", "content": "2+2?"}]}, None, "row 1")
     '2+2?'
     """
-    names = (field,) if field else _TEXT_COLUMNS
+    names = (field,) if field else PROMPT_FIELDS
     for name in names:
         value = row.get(name)
         if isinstance(value, str):

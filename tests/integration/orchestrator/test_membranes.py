@@ -18,7 +18,15 @@ from services.common.errors import (
     UnknownPolicyError,
     VersionConflictError,
 )
-from services.common.pb import pool_pb2, pool_pb2_grpc, run_pb2, run_pb2_grpc, trajectory_pb2
+from services.common.pb import (
+    pool_pb2,
+    pool_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trajectory_pb2,
+)
 from services.common.rpc.channel import channel, translated_errors
 from tests.integration.orchestrator.conftest import Orchestrator
 
@@ -156,11 +164,28 @@ async def test_a_second_orchestrator_on_the_same_run_directory_is_refused(orches
     assert "is in use by another orchestrator (pid" in (orchestrator.run_dir / "stderr.txt").read_text()
 
 
-async def test_a_bad_dataset_row_ends_the_start_with_its_number(orchestrators: Make) -> None:
+async def test_rows_that_cannot_be_used_are_logged_and_counted_in_the_status(orchestrators: Make) -> None:
     orchestrator = orchestrators()
-    (orchestrator.run_dir / "tasks.jsonl").write_text('{"question": "a"}\n{"question": \n')
+    (orchestrator.run_dir / "tasks.jsonl").write_text('{"question": "a"}\n{"question": \n{"text": "b"}\n')
+    await orchestrator.start()
+    async with channel(orchestrator.address) as connection:
+        asked = status_pb2.GetStatusRequest()
+        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(asked, timeout=10)
+    gauges = dict(status.gauges)
+    assert (gauges["tasks"], gauges["rows_left_out/data.train"], gauges["rows_left_out/data.evaluation.held_out"]) == (
+        1.0, 2.0, 0.0,
+    )  # fmt: skip
+    told = (orchestrator.run_dir / "stderr.txt").read_text()
+    assert "row 2: not valid JSON" in told and "row 3 has no prompt" in told
+
+
+async def test_a_dataset_without_a_usable_row_ends_the_start_with_the_first_reasons(orchestrators: Make) -> None:
+    orchestrator = orchestrators()
+    (orchestrator.run_dir / "tasks.jsonl").write_text('{"text": "a"}\n{"question": \n')
     assert await asyncio.to_thread(orchestrator.spawn().wait, 30) == 2
-    assert "tasks.jsonl, row 2: not valid JSON" in (orchestrator.run_dir / "stderr.txt").read_text()
+    told = (orchestrator.run_dir / "stderr.txt").read_text()
+    assert "tasks.jsonl holds no row that can be used (2 looked at): row 1 has no prompt" in told
+    assert "row 2: not valid JSON" in told
 
 
 async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
