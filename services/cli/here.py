@@ -81,7 +81,8 @@ def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
 
 
 def _shop(own: str | None, root: str | None, worlds: Path) -> tuple[dict[str, Any], int]:
-    """The gateway's section, and how many tasks there are at least. Every word counts as a noun: no tagger's model is needed."""
+    """The gateway's section, and how many tasks there are at least. Every word counts as a noun, so no tagger's
+    model is needed."""
     from services.envgateway.envs.webshop.make import write_catalogue
 
     if own is not None and Path(own).is_dir():

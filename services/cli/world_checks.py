@@ -26,7 +26,7 @@ class _Asked:
 
 
 def world_problems(recipe: Recipe) -> list[str]:
-    """What this machine lacks of the workflow's environment: data, engine, games. A line for each."""
+    """Data, engine and games of the workflow's environment that are missing on this machine, a line for each."""
     environment, gateway = recipe.workflow.settings.get("environment"), recipe.envgateway
     if gateway is None or environment is None or environment in gateway.environments:
         return []
