@@ -73,10 +73,9 @@ def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
     """Why the run in a directory cannot go on as one of this recipe; empty when it can, None for another recipe's."""
     try:
         found = load_resolved(run_dir)
-    except (ConfigError, ValueError, OSError) as error:  # as another version or a full disk may have left it
-        first_line = str(error).strip().partition("\n")[0]
-        named = run_dir.name.startswith(recipe.name)
-        return f"its {RESOLVED} cannot be read ({first_line})" if named else None
+    except ConfigError as error:  # as another version or a full disk may have left it
+        why = " ".join(line.strip() for line in error.message.splitlines()[:2])
+        return why if run_dir.name.startswith(recipe.name) else None
     if found.name != recipe.name:
         return None
     if found.run.id != run_dir.name:
