@@ -20,6 +20,7 @@ from services.common.loopback import is_loopback
 from services.common.redaction import without_passwords
 
 AUTO = "auto"
+_TOLD = 5  # runs that are left alone, in the line that says so
 # What a run is called, where it lies and what is said of it; none changes what it does.
 _NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description")
 
@@ -54,7 +55,8 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
                 run_dir=run_dir,
                 told=f"going on with {run_dir}, the newest run of {recipe.name} that has not ended ({why})",
             )
-    reasons = "; ".join(skipped) or f"there is none in {runs}"
+    more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
+    reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
     return Choice(told=f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}")
 
 
