@@ -20,6 +20,7 @@ from services.common.loopback import is_loopback
 from services.common.redaction import without_passwords
 
 AUTO = "auto"
+_TOLD = 5  # runs that are left alone, in the line that says so
 # What a run is called, where it lies and what is said of it; none changes what it does.
 _NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description")
 
@@ -54,7 +55,8 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
                 run_dir=run_dir,
                 told=f"going on with {run_dir}, the newest run of {recipe.name} that has not ended ({why})",
             )
-    reasons = "; ".join(skipped) or f"there is none in {runs}"
+    more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
+    reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
     return Choice(told=f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}")
 
 
@@ -73,10 +75,9 @@ def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
     """Why the run in a directory cannot go on as one of this recipe; empty when it can, None for another recipe's."""
     try:
         found = load_resolved(run_dir)
-    except (ConfigError, ValueError, OSError) as error:  # as another version or a full disk may have left it
-        first_line = str(error).strip().partition("\n")[0]
-        named = run_dir.name.startswith(recipe.name)
-        return f"its {RESOLVED} cannot be read ({first_line})" if named else None
+    except ConfigError as error:  # as another version or a full disk may have left it
+        why = " ".join(line.strip() for line in error.message.splitlines()[:2])
+        return why if run_dir.name.startswith(recipe.name) else None
     if found.name != recipe.name:
         return None
     if found.run.id != run_dir.name:

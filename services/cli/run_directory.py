@@ -126,7 +126,8 @@ def launcher_lock(run_dir: Path) -> RunLock:
 
 def _held(recipe: Recipe, run_dir: Path) -> list[str]:
     """What an earlier launch of a run still has, a line each."""
-    locks = (launcher_lock(run_dir), RunLock(Settings(run_dir).lock_file))
-    held = [f"{run_dir} is in use ({holder})" for lock in locks if (holder := lock.held_by())]
+    # The orchestrator's is not touched while a launcher may be starting one: a look holds the lock for an instant.
+    holder = launcher_lock(run_dir).held_by() or RunLock(Settings(run_dir).lock_file).held_by()
+    held = [f"{run_dir} is in use ({holder})"] if holder else []
     # It keeps its ports, so other ones are no advice.
     return held + [line.partition(";")[0] for line in ports_in_use(recipe)]

@@ -18,6 +18,7 @@ from services.common.errors import ConfigError, DeadlineError, MillraceError, Us
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import channel, translated_errors
 from services.common.rpc.refusals import refusal_behind
+from services.common.rpc.run_client import FIRST_WORD_S, TELL_S
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.security.roles import Peer
 
@@ -57,8 +58,7 @@ async def stay(
                 why = "it stops"
             if silence.since != before:  # it has answered meanwhile
                 silence.limit_s = away_s
-                log.info("orchestrator.waited_for", address=orchestrator, error=why)
-            silence.check(orchestrator, why)
+            silence.tell(orchestrator, why)
             await sleep(next(silence.pauses))
 
 
@@ -72,9 +72,15 @@ class _Silence:
     def heard(self) -> None:
         self.since = time.monotonic()
         self.pauses = backoff(longest_s=_LONGEST_PAUSE_S)
+        self._tell_at = self.since + FIRST_WORD_S
 
-    def check(self, orchestrator: str, why: str) -> None:
-        silent_s = time.monotonic() - self.since
+    def tell(self, orchestrator: str, why: str) -> None:
+        """Log now and then that it lasts; raises ``DeadlineError`` when it has lasted too long."""
+        now = time.monotonic()
+        silent_s = now - self.since
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_S
+            log.warning("orchestrator.waited_for", address=orchestrator, error=why, silent_s=round(silent_s))
         if silent_s > self.limit_s:
             raise DeadlineError(
                 f"waiting for the orchestrator at {orchestrator}: no answer for {silent_s:.0f} s (limit {self.limit_s:g} s): "

@@ -25,7 +25,7 @@ class RunLock:
         except FileNotFoundError:
             return ""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that look do not see each other
         except BlockingIOError:
             return f"{self._holder}, pid {_pid_in(fd)}"
         finally:
