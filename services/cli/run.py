@@ -33,7 +33,8 @@ from services.cli.plan import (
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
 from services.cli.rows import Row, read_rows
-from services.cli.run_state import SUMMARY, ended
+from services.cli.run_directory import launcher_lock
+from services.cli.run_state import SUMMARY, check_can_go_on, ended
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
@@ -64,8 +65,15 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
 
     When node 0 is up, the commands for other nodes are printed.
 
-    Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
+    Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed, and ``ConfigError``
+    when another launcher has the run, or has brought it to its end.
     """
+    with launcher_lock(run_dir):
+        check_can_go_on(run_dir)  # another launcher may have had it until now
+        return _run(recipe, run_dir, console)
+
+
+def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
     renew_in_time(keys)
@@ -197,7 +205,8 @@ def _keep_keys(recipe: Recipe, run_dir: Path, keys: Path | None, client: Orchest
 
 
 def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
-    """Trainers export and leave, replicas drain and leave, on the orchestrator's word; the gateway stays for ``stop``."""
+    """Trainers export and leave, replicas drain and leave, on the orchestrator's word. The gateway, which leaves when the
+    orchestrator does, is not waited for."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
         leaving = {name for name in processes.pids() if name.startswith(("trainer-", "inference-"))}

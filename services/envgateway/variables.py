@@ -6,7 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.explain import explain
 from services.common.cores import num_cores
 from services.common.errors import ConfigError
 
@@ -30,7 +33,7 @@ def with_variables(
     The URI stays out of the config, so that a password in it is not saved with a run.
 
     Raises:
-        ConfigError: a variable that is not a number.
+        ConfigError: a variable that is not a number, or that contradicts the recipe.
     """
     tree = (config or EnvGatewayConfig()).model_dump()
     sandbox, queue = tree["sandbox"], tree["queue"]
@@ -48,7 +51,12 @@ def with_variables(
         queue["allow_plain_redis"] = True
     queue["redis_prefix"] = environment.get("REDIS_KEY_PREFIX") or queue["redis_prefix"]
     redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
-    return EnvGatewayConfig.model_validate(tree), redis_uri
+    try:
+        return EnvGatewayConfig.model_validate(tree), redis_uri
+    except ValidationError as error:  # what a variable lowers may contradict the recipe
+        raise ConfigError(
+            "the variables and the recipe disagree: " + "; ".join(explain(error, EnvGatewayConfig))
+        ) from None
 
 
 def port_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

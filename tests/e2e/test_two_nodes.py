@@ -83,6 +83,29 @@ def test_the_run_finishes_its_steps_with_inference_on_node_1_alone(machines: Two
     assert set(run.trajectories()) == {"a"}
 
 
+def test_programs_are_judged_on_node_1_by_one_setting(machines: TwoMachines, tmp_path: Path) -> None:
+    run = TwoNodeRun(
+        machines,
+        tmp_path,
+        *("run.steps=2", "inference.a.node=0", "envgateway.node=1", "evaluation.at_start=false"),
+        recipe="recipes/quickstart-code",
+    )
+    try:
+        run.start()
+        run.wait_for(lambda: "envgateway.node" in run.ask("status", "viewer"), "the wait for the gateway of node 1")
+        assert run.records() == [], "nothing is issued without it"
+        run.paste()
+        assert run.node0 is not None and run.node0.wait(240) == 0, run.output("node0")
+        assert run.node1 is not None and run.node1.wait(60) == 0, run.output("node1")
+    finally:
+        run.stop()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
+    assert run.trajectories()["a"] and failures(run) == 0
+    assert run.events("run.ended", run.logs_of_node1()), "the gateway left with the run"
+    assert [file.name for file in (run.run_dir / "logs").iterdir() if "envgateway" in file.name] == []
+
+
 @pytest.mark.needs("iptables")
 def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
     """No run is needed for it: a bundle of one, and a node 0 that does not answer."""

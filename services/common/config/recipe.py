@@ -36,6 +36,9 @@ class RunConfig(Section):
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
+    resume: Literal["auto", "never"] = "never"
+    """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
+    and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
 
 
 class Recipe(Section):
@@ -104,6 +107,17 @@ class Recipe(Section):
                 f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
                 "security.tls out"
             )
+        gateway = self.envgateway
+        if gateway is not None and gateway.node != 0 and not is_loopback(gateway.host):
+            raise ValueError(
+                f"envgateway.host is {gateway.host}, but on node {gateway.node} (envgateway.node) the gateway listens at the "
+                "address of that node: leave host out, and set NODE_HOST there to choose an address"
+            )
+        if self.security.tls == "off" and len(nodes := self.nodes()) > 1:
+            raise ValueError(
+                f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "
+                "other over a network: leave security.tls out, or run everything on node 0"
+            )
 
     def _check_evaluation(self) -> None:
         evaluation = self.evaluation
@@ -112,6 +126,12 @@ class Recipe(Section):
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
                 "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
+        for name, dataset in self.data.evaluation.items():
+            if evaluation.max_in_flight is not None and evaluation.max_in_flight < (dataset.samples_per_task or 0):
+                raise ValueError(
+                    f"evaluation.max_in_flight {evaluation.max_in_flight} is below data.evaluation.{name}.samples_per_task "
+                    f"{dataset.samples_per_task}: the trajectories of a task are issued together"
+                )
         for policy in evaluation.policies:
             if policy not in self.policies:
                 raise ValueError(
@@ -203,6 +223,7 @@ class Recipe(Section):
     def nodes(self) -> list[int]:
         """The nodes that it names, 0 first."""
         named = {service.node for service in self.inference.values()}
+        named |= {self.envgateway.node} if self.envgateway else set()
         return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
 
     def ports(self) -> list[tuple[str, int]]:

@@ -15,6 +15,7 @@ import yaml
 
 from services.cli.here import rows_here, world_here
 from services.cli.profiles import load_with_profile
+from services.cli.world_checks import index_problems, world_problems
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
@@ -314,6 +315,7 @@ def test_every_recipe_can_be_made_tiny(repository: Path, tmp_path: Path) -> None
         recipe = load_with_profile(path, [f"run.dir={tmp_path}"], "tiny")
         assert {port for _, port in recipe.ports()} == {0}, path
         assert recipe.run.steps == 3
+        assert index_problems(recipe) == world_problems(recipe) == [], "its world is here and has its tasks"
 
 
 def test_the_quickstart_can_be_made_tiny(repository: Path) -> None:

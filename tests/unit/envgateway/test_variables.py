@@ -41,6 +41,15 @@ def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() 
     assert with_variables(SECTION, {})[0] == SECTION
 
 
+def test_a_time_below_the_recipes_case_time_is_refused_with_both() -> None:
+    section = EnvGatewayConfig.model_validate(
+        {"sandbox": {"wall_time_s": 6, "cpu_time_s": 6}, "code": {"case_time_s": 6}}
+    )
+    assert with_variables(section, {"MAX_EXECUTION_TIME": "6"})[0] == section
+    with pytest.raises(ConfigError, match=r"code\.case_time_s is 6, but envgateway\.sandbox\.wall_time_s is 4"):
+        with_variables(section, {"MAX_EXECUTION_TIME": "4"})
+
+
 @pytest.mark.parametrize(
     ("environment", "uri"),
     [
