@@ -97,6 +97,7 @@ class Recipe(Section):
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
         self._check_evaluation()
+        self._check_evaluation_fits()
         self._check_security()
         return self
 
@@ -137,6 +138,21 @@ class Recipe(Section):
                 raise ValueError(
                     f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
                     f"write one of {sorted(self.policies)}"
+                )
+
+    def _check_evaluation_fits(self) -> None:
+        slots = max((service.num_slots for service in self.inference.values()), default=None)
+        wanted = {"evaluation.samples_per_task": self.evaluation.samples_per_task} if self.data.evaluation else {}
+        wanted |= {
+            f"{where}.samples_per_task": config.samples_per_task
+            for where, config in self.data.sections().items()
+            if config.samples_per_task is not None
+        }
+        for key, samples in wanted.items():
+            if slots is not None and samples > slots:
+                raise ValueError(
+                    f"{key} ({samples}) exceeds the num_slots of every inference service ({slots} at most): the samples "
+                    "of a task are played by one replica"
                 )
 
     def _check_policies_are_served(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 import struct
@@ -27,6 +28,8 @@ HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "tasks.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    program = {"problem": "Double it.", "tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "2"}]}}
+    (tmp_path / "programs.jsonl").write_text(json.dumps(program) + "\n")
     (tmp_path / "broken.jsonl").write_text("[1]\nnot json\n")
     (tmp_path / "mended.jsonl").write_text('{"problem": "1+1", "answer": "2"}\nnot json\n[1]\n')
     (tmp_path / "empty.jsonl").write_text("")
@@ -100,6 +103,7 @@ def test_a_case_time_above_the_sandboxes_is_refused_with_both_keys_and_values(
     recipe: Path, section: str, short: str
 ) -> None:
     settings = [f"{section}.name=codegen_verifier", f"{section}.settings={{reward: code, verifier: model0}}"]
+    settings.append(f"data.train.path={recipe.parent}/programs.jsonl" if section == "workflow" else "run.seed=1")
     times = [f"envgateway.sandbox.{name}={5 if name == short else 6}" for name in ("wall_time_s", "cpu_time_s")]
     with pytest.raises(ConfigError) as caught:
         check_recipe(load_recipe(recipe, [*settings, *times], {}))
