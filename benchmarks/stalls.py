@@ -15,8 +15,8 @@ elsewhere before the first injection, is a false alarm.
     each               what was expected, what was named, and after how long
 
 Three worlds run side by side for each core, on four cores all of them: some fifty processes and 4 GiB, about a minute and a
-half with --quick. Fewer cores and a busy machine make it slower, not different. Redis needs a redis-server, a full disk the
-right to mount a small tmpfs: ``left_out`` names the worlds that a machine has not what they need for.
+half with --quick; on two cores with a load of 12 four minutes. Redis needs a redis-server, a full disk the right to mount a
+small tmpfs: ``left_out`` names the worlds that a machine has not what they need for.
 
     python benchmarks/stalls.py [--quick] [--only NAME ...] [--keep]
 """

@@ -34,7 +34,6 @@ CONTEXT_TOKENS, EPISODE_CONTEXT_TOKENS = 4096, 8192
 TURN_TOKENS = 1024
 PROMPT_TOKENS = 2560
 NUM_SLOTS = 16
-NUM_CORES = 2  # that such a run must do with
 LOOPBACK = "127.0.0.1"
 
 _QWEN2_MARKS = ("qwen2", "qwen1.5")
@@ -160,10 +159,10 @@ def _inference(service: Tree) -> None:
 
 def _gateway(gateway: Tree) -> None:
     gateway |= {"host": LOOPBACK, "port": 0, "node": 0}
-    _at_most(gateway["sandbox"], "num_slots", NUM_CORES)
+    _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
     for world in ("alfworld", "textworld"):
-        _at_most(gateway[world]["engine"], "num_workers", NUM_CORES)  # each new game would start another process
+        _at_most(gateway[world]["engine"], "num_workers", 2)  # for two cores: each new game would start another process
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run
     for server in ("http", "task_server"):
         if gateway[server]["port"] is not None:
