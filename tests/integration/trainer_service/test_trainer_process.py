@@ -169,7 +169,7 @@ async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
 async def test_a_checkpoint_of_another_model_is_refused_in_words(
     untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:
-    other = await make_orchestrator(save_model(tmp_path / "untied", tied=False))
+    other = await make_orchestrator(save_model(tmp_path / "untied", tied=False), run={"id": untouched.run_id})
     shutil.copytree(untouched.run_dir / "checkpoints", tmp_path / "refused" / "checkpoints")
     refused = trainers(other, run_dir=tmp_path / "refused")
     refused.start()
