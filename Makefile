@@ -57,15 +57,15 @@ quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw t
 run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
+# More workers than cores: tests wait for processes and deadlines more than they compute.
 test: $(STAMP) ## set up and run every test
 	@rm -f $(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2 --not-exercised-to $(UNEXERCISED)
-	@# One more than cores: these wait for processes more than they compute.
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 3 --not-exercised-to $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadgroup --not-exercised-to $(UNEXERCISED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4
 
 test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
 	$(BIN)/python -m pytest -q -m recipes

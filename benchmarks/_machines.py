@@ -66,7 +66,7 @@ class Machine:
         ]
         self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + START_S
-        while self._run("sh", "-c", "mountpoint -q /proc && ps -p 1 -o comm= | grep -q sleep").returncode != 0:
+        while self._run("sh", "-c", "mountpoint -q /proc && grep -q sleep /proc/1/comm").returncode != 0:
             assert time.monotonic() < deadline, f"{self.name} did not start"
             time.sleep(0.02)
         self.do("hostname", self.name)
@@ -139,9 +139,7 @@ class TwoMachines:
         for machine in machines:
             machine.directory.mkdir()
             for part in CHECKOUT:
-                shutil.copytree(
-                    ROOT / part, machine.checkout / part, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-                )
+                shutil.copytree(ROOT / part, machine.checkout / part)  # with what Python has compiled
         self._away.mkdir()
         self._write_ssh()
 

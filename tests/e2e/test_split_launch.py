@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL, WARM_START
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [*SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+SETTINGS = [*WARM_START, *SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
 WEBSHOP = "recipes/webshop/qwen2.5-7b-instruct-m2po-delta"
 VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
 
