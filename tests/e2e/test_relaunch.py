@@ -22,8 +22,8 @@ SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation
 class Launch:
     """``millrace run recipes/quickstart --resume auto`` in a process of its own; nobody names the run."""
 
-    def __init__(self, runs: Path, name: str) -> None:
-        arguments = [part for setting in [f"run.dir={runs}", *SETTINGS] for part in ("--set", setting)]
+    def __init__(self, runs: Path, name: str, *settings: str) -> None:
+        arguments = [part for setting in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", setting)]
         self._output = runs / f"{name}.out"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
@@ -45,11 +45,11 @@ class Launch:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[[str], Launch]]:
+def launch(tmp_path: Path, started_from: list[str]) -> Iterator[Callable[[str], Launch]]:
     launches: list[Launch] = []
 
     def start(name: str) -> Launch:
-        launches.append(Launch(tmp_path, name))
+        launches.append(Launch(tmp_path, name, *started_from))
         return launches[-1]
 
     yield start
