@@ -184,9 +184,8 @@ class CodegenVerifier:
     def __init__(self, settings: CodegenVerifierSettings) -> None:
         self._settings = settings
         self._grade = build_grader(settings.reward)
-        self._references: dict[
-            tuple[str, ...], str | None
-        ] = {}  # by task and solutions: the rollouts of a group share it
+        # By task and solutions: the rollouts of a task group have the same reference.
+        self._references: dict[tuple[str, ...], str | None] = {}
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
