@@ -130,9 +130,9 @@ def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mappin
     host = host_of_node_0(recipe, process, node, environment)
     orchestrator = address(host, recipe.orchestrator.port)
     if gateway is not None:
-        place = (run_dir or _home(recipe, node)).resolve()
-        dialled = gateway_host(host, environment)
-        spec = gateway_process(gateway, place, "--orchestrator", orchestrator, host=dialled)
+        kept = (run_dir or _home(recipe, node)).resolve()
+        reached_at = gateway_host(host, environment)
+        spec = gateway_process(gateway, kept, "--orchestrator", orchestrator, host=reached_at)
         return Started(process=spec, orchestrator=orchestrator, node=node)
     own = listening_host(environment)
     far = node != 0 or not is_here(host)
