@@ -52,7 +52,6 @@ async def test_programs_are_right_or_wrong(name: str, pool: SandboxPool) -> None
 
 @pytest.fixture
 async def math_pool() -> AsyncIterator[MathPool]:
-    pytest.importorskip("math_verify", reason="the envgateway extra is not installed")
     pool = MathPool(MathRewardConfig(num_workers=1))
     yield pool
     await pool.close()

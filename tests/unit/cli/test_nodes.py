@@ -252,8 +252,8 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
 
 
+@pytest.mark.needs("alfworld")
 def test_a_gateway_that_lacks_its_world_says_which_folder_before_it_starts(tmp_path: Path) -> None:
-    pytest.importorskip("alfworld", reason="the extra alfworld is not installed")
     recipe = load_recipe(
         REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full",
         (f"envgateway.alfworld.data={tmp_path}/none",),

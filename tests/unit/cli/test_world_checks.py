@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from io import StringIO
 from pathlib import Path
@@ -21,10 +20,6 @@ from services.common.errors import ConfigError
 RECIPES = Path(__file__).parents[3] / "recipes"
 HERE = ["inference.a.engine=torch", "inference.a.gpus=[]", "policies.model0.trainer.gpus=[]", "inference.a.device=cpu"]
 HERE += ["policies.model0.trainer.num_ranks=1", "policies.model0.trainer.device=cpu"]
-
-needs_alfworld = pytest.mark.skipif(
-    importlib.util.find_spec("alfworld") is None, reason="the extra alfworld is not installed"
-)
 
 
 def recipe_of(family: str, *settings: str) -> Recipe:
@@ -91,7 +86,7 @@ def test_the_references_indices_are_refused_without_the_list_that_they_count_in(
     assert any("holds 3 games; data.train.name alfworld-train asks for index 4648" in problem for problem in problems)
 
 
-@needs_alfworld
+@pytest.mark.needs("alfworld")
 def test_games_of_the_list_that_are_not_in_the_folder_are_counted_and_one_is_named(tmp_path: Path) -> None:
     names, data = names_of(4699), tree(tmp_path / "data", names_of(4649))
     games = listed(tmp_path / "list.json", 4699)
@@ -102,7 +97,7 @@ def test_games_of_the_list_that_are_not_in_the_folder_are_counted_and_one_is_nam
     assert str(data) in problem and problem.endswith(names[4649])
 
 
-@needs_alfworld
+@pytest.mark.needs("alfworld")
 def test_folder_and_list_that_are_missing_are_both_named(tmp_path: Path) -> None:
     places = [f"envgateway.alfworld.{key}={tmp_path / key}" for key in ("data", "games")]
     (problem,) = world_problems(recipe_of("alfworld", *places))

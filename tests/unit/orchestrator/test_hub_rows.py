@@ -52,7 +52,8 @@ def test_rows_become_tasks(root: Path, name: str) -> None:
 def test_the_hub_is_asked_for_the_dataset_its_subset_and_split(
     name: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets", reason="the extra orchestrator is not installed")
+    import datasets
+
     asked: list[tuple[Any, ...]] = []
 
     def load_dataset(path: str, subset: str | None, *, split: str) -> Any:
@@ -67,7 +68,8 @@ def test_the_hub_is_asked_for_the_dataset_its_subset_and_split(
 
 
 def test_another_subset_may_be_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="the extra orchestrator is not installed")
+    import datasets
+
     rows = datasets.Dataset.from_list(rows_of("dapo-math-17k"))
     monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, *, split: rows if subset == "en" else None)
     assert len(open_source(DatasetConfig(name="dapo-math-17k", subset="en"), seed=0)) == 2

@@ -12,6 +12,7 @@ import pytest
 
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
+from tests import needs
 from tests.unit.recipes.golden import REPOSITORY, load, recipes, resolved
 from tests.unit.recipes.reference.names import REFERENCES
 from tests.unit.recipes.reference.pages import PAGES, TABLE, whole, written
@@ -65,10 +66,8 @@ def test_every_row_holds_for_the_resolved_recipe(name: str) -> None:
 
 
 def test_every_setting_of_the_references_has_a_row_with_its_value(data_root: Path) -> None:
-    file = data_root / "reference_recipes" / "settings.json"
-    if not file.is_file():
-        pytest.skip("MILLRACE_DATA_ROOT has no reference_recipes/settings.json")
-    settings = json.loads(file.read_text())
+    needs.check("settings of the references")
+    settings = json.loads((data_root / "reference_recipes" / "settings.json").read_text())
     assert sorted(settings) == sorted(REFERENCES)
     assert differences(TABLE, settings) == []
 
