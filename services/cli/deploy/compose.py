@@ -219,7 +219,16 @@ class _Node:
         host, port = host_and_port(process.address)
         if not self.several or process.name.startswith("trainer-"):
             return f"{host}:{port}"
-        return f"${{{NODE_HOST}}}:{port}" if self.number == 0 else f"${{{NODE_HOST}:-{LOOPBACK}}}:{port}"
+        return f"{self._own_address(LOOPBACK)}:{port}"
+
+    def _own_address(self, otherwise: str) -> str:
+        """What others dial on this node: needed where they dial anything, which is on node 0 and at the gateway."""
+        dialled = self.number == 0 or any(
+            process.name == "envgateway" for process in self.layout.processes(self.number)
+        )
+        if dialled:
+            return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
+        return f"${{{NODE_HOST}:-{otherwise}}}"
 
     def _image(self, kind: str) -> Service:
         arguments = ["BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]  # those that are set where it is built
@@ -227,9 +236,8 @@ class _Node:
             return self._built(kind, kind, arguments)
         extras = [kind, *(self._extras() if kind == "envgateway" else [])]
         arguments.append(f"EXTRAS={','.join(extras)}")
-        webshop = self.layout.recipe.envgateway.webshop if self.layout.recipe.envgateway else None
-        if "webshop" in extras and webshop is not None and webshop.tagger == "spacy":
-            arguments.append(f"SPACY_MODEL={webshop.spacy_model}")
+        if kind == "envgateway" and (model := self.layout.tagger_model()):
+            arguments.append(f"SPACY_MODEL={model}")
         return self._built("-".join(extras), "service", arguments)
 
     def _extras(self) -> list[str]:

@@ -78,6 +78,13 @@ class Layout:
             return ""
         return str(name)
 
+    def tagger_model(self) -> str:
+        """spaCy's model, where the shop's tagger needs it; empty for none. A profile tags without."""
+        gateway = self.recipe.envgateway
+        if gateway is None or self.environment() != "webshop" or self.profile is not None:
+            return ""
+        return gateway.webshop.spacy_model if gateway.webshop.tagger == "spacy" else ""
+
     def makes_worlds(self) -> bool:
         """Whether the profile finds or makes the world of the environment when it is started (``services.cli.here``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
@@ -87,7 +94,8 @@ class Layout:
         gateway = self.recipe.envgateway
         if gateway is None or self.makes_worlds():
             return []
-        named = [gateway.alfworld.data, gateway.textworld.games, gateway.webshop.data, gateway.webshop.goals]
+        named = [gateway.alfworld.data, gateway.alfworld.games, gateway.textworld.games]
+        named += [gateway.webshop.data, gateway.webshop.goals]
         found = sorted({path for path in named if path is not None})
         return [path for path in found if not any(other in path.parents for other in found)]
 
