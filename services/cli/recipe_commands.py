@@ -165,7 +165,7 @@ def start(
         str,
         typer.Argument(
             help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them; or warm-start, which "
-            "makes the run directory and the starting checkpoints and ends."
+            "makes the run directory and the starting checkpoints and ends; or worlds, which makes those of a --profile and ends."
         ),
     ],
     set_: SetOption = None,

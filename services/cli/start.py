@@ -40,6 +40,7 @@ from services.common.hosts import address, is_here
 from services.common.logs import configure
 
 WARM_START = "warm-start"
+WORLDS = "worlds"
 POLL_S = 0.5
 
 
@@ -67,6 +68,8 @@ def start(
     Raises:
         ConfigError: no such process, a port nobody can know, or node 0 is not named.
     """
+    if process == WORLDS:
+        return  # made, where the profile wants some, when the recipe was read (services.cli.here)
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":

@@ -24,6 +24,7 @@ from services.cli.launch_keys import role_of
 from services.cli.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan import ProcessSpec
 from services.cli.start import WARM_START
+from services.cli.start import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
 from services.common.free_ports import LOOPBACK
 from services.common.hosts import host_and_port
@@ -91,6 +92,8 @@ class _Node:
             services[FORWARDER] = self._forwarder()
             if layout.metrics_ports:
                 services["prometheus"] = self._prometheus()
+        if layout.makes_worlds():
+            services[MAKE_WORLDS] = self._make_worlds()
         if layout.recipe.warm_start:
             services[WARM_START] = self._warm_start()
         services |= {process.name: self._service(process) for process in layout.processes(self.number)}
@@ -176,9 +179,20 @@ class _Node:
             "volumes": self._mounts(WARM_START),
             "network_mode": "none",
         }
-        if self.layout.makes_worlds():  # the gateway's image has what they are made with
-            service["depends_on"] = {"envgateway": {"condition": "service_healthy"}}
+        if self.layout.makes_worlds():
+            service["depends_on"] = _after(MAKE_WORLDS)
         return service
+
+    def _make_worlds(self) -> Service:
+        """Makes the world of the profile once, with the packages of the gateway, and before anything else reads it."""
+        return {
+            **self._image("envgateway"),
+            **_hardened(),
+            "command": self._command(MAKE_WORLDS),
+            "environment": self._environment(MAKE_WORLDS),
+            "volumes": self._mounts(MAKE_WORLDS),
+            "network_mode": "none",
+        }
 
     def _service(self, process: ProcessSpec) -> Service:
         kind, _, name = process.name.partition("-")
@@ -207,7 +221,9 @@ class _Node:
             if self.number == 0:  # itself only after the warm start
                 service["depends_on"]["orchestrator"] = {"condition": "service_started"}
         if kind == "orchestrator" and recipe.warm_start:
-            service["depends_on"][WARM_START] = {"condition": "service_completed_successfully"}
+            service["depends_on"] |= _after(WARM_START)
+        if kind == "envgateway" and self.layout.makes_worlds():
+            service["depends_on"] |= _after(MAKE_WORLDS)
         return service
 
     def _network(self) -> Service:
@@ -251,10 +267,10 @@ class _Node:
     def _mounts(self, name: str) -> list[Any]:
         kind, layout = name.partition("-")[0], self.layout
         mounts: list[Any] = []
-        if kind != "envgateway":
+        if kind not in ("envgateway", MAKE_WORLDS):
             mounts += [f"runs:{RUNS}", f"models:{MODELS}"]
         if layout.makes_worlds():
-            mounts.append(f"worlds:{WORLDS}")
+            mounts.append(f"worlds:{WORLDS}" + ("" if name == MAKE_WORLDS else ":ro"))
         need = layout.data_root()
         if need == "required":
             mounts.append(f"${{{DATA_ROOT}:?set it to the folder of local datasets}}:{DATA}:ro")
@@ -262,7 +278,7 @@ class _Node:
             mounts.append(f"${{{DATA_ROOT}:-{NO_DATA}}}:{DATA}:ro")
         if kind == "envgateway":
             mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
-        if self._has_keys and name != WARM_START:
+        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
             keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
@@ -308,7 +324,7 @@ class _Node:
         variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own, which nobody else sees
         if layout.data_root() != "none":
             variables[DATA_ROOT] = DATA
-        if self._has_keys and name != WARM_START:
+        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
             variables[KEYS_VARIABLE] = KEYS
         if self.several and self.number == 0:
             variables[NODE_HOST] = (
@@ -337,6 +353,11 @@ class _Node:
             f"# docs/deploy.md says how it is used. {reached}.\n"
         )
         return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _after(name: str) -> Service:
+    """Starts when another container has done what it is for."""
+    return {name: {"condition": "service_completed_successfully"}}
 
 
 def _hardened() -> Service:

@@ -158,13 +158,29 @@ def test_a_profile_reaches_every_process_and_its_world_is_made_before_the_run(tm
     deploy(ALFWORLD, "compose", tmp_path, [], "tiny")
     services = services_of(tmp_path)
     processes = {name for name in services if "RUN_DIR" in services[name].get("environment", {})}
-    assert processes == {"warm-start", "orchestrator", "envgateway", "inference-a", "trainer-model0"}
+    assert processes == {"worlds", "warm-start", "orchestrator", "envgateway", "inference-a", "trainer-model0"}
     for name in processes:
         assert services[name]["command"][-2:] == ["--profile", "tiny"]
-        assert "run.dir=/runs" in services[name]["command"] and "worlds:/runs/worlds" in services[name]["volumes"]
-    assert services["warm-start"]["depends_on"] == {"envgateway": {"condition": "service_healthy"}}
+        writable = "worlds:/runs/worlds" if name == "worlds" else "worlds:/runs/worlds:ro"
+        assert "run.dir=/runs" in services[name]["command"] and writable in services[name]["volumes"]
+    assert services["worlds"]["image"] == services["envgateway"]["image"]  # with the engine that makes them
+    for name in ("warm-start", "envgateway"):
+        assert services[name]["depends_on"]["worlds"] == {"condition": "service_completed_successfully"}
     assert services["inference-a"]["image"] == "millrace-inference"  # not SGLang's
     assert not any(volume.startswith("runs:") for volume in services["envgateway"]["volumes"])
+
+
+@pytest.mark.slow
+def test_the_worlds_of_a_profile_can_be_made_by_themselves(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.cli", "start", str(WEBSHOP), "worlds", "--profile", "tiny"]
+    environment = {name: value for name, value in os.environ.items() if name != "MILLRACE_DATA_ROOT"}
+    done = subprocess.run(
+        [*command, "--set", f"run.dir={tmp_path}"],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"worlds"}
+    assert (tmp_path / "worlds" / "webshop-catalogue" / "items_human_ins.json").is_file()
 
 
 def test_a_profile_that_does_not_exist_is_refused(tmp_path: Path) -> None:
