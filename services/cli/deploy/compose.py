@@ -5,9 +5,9 @@ namespace of one container that does nothing else, ``node``: loopback is then th
 again finds the others. ``forwarder`` alone listens outside of it, for the orchestrator's port, which is published on the
 host's loopback (ADR 19). Over several nodes containers have the host's network, keys of their own role, and TLS.
 
-Trainers and inference services also share the /dev/shm of ``node``, through which they hand over weights, and its process
-ids, by which they name what they leave there. The gateway, which runs strangers' programs, shares neither, and sees no
-run directory.
+With the file for GPUs, trainers and inference services also share the /dev/shm of ``node``, through which they hand over
+weights, and its process ids, by which they name what they leave there. Without it weights go through the publisher's port:
+podman-compose cannot share either. The gateway, which runs strangers' programs, shares neither, and sees no run directory.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 PROMETHEUS_PORT = 9090
 # Room for a few versions of the weights; the file system gives only what is used.
 SHARED_MEMORY = "8gb"
+
+_COMPUTING = ("inference-", "trainer-")
 
 Service = dict[str, Any]
 
@@ -102,7 +104,7 @@ class _Node:
         return self._text(f"CPU, node {self.number}." if self.several else "CPU, one machine.", tree)
 
     def gpu_file(self, below: str) -> str:
-        """What goes on top of the other: GPUs for what computes on them.
+        """What goes on top of the other: GPUs for what computes on them, and shared memory for their weights.
 
         All GPUs are shown to a container; which of them a process takes is the recipe's to say (``gpus``).
         """
@@ -117,10 +119,12 @@ class _Node:
         }
         names = [process.name for process in self.layout.processes(self.number)]
         services: dict[str, Service] = {}
+        if any(name.startswith(_COMPUTING) for name in names):
+            services[POD] = {"ipc": "shareable", "shm_size": SHARED_MEMORY}
         for name in [*([WARM_START] if recipe.warm_start else []), *names]:
             service: Service = {"command": self._command(name, forced)} if forced else {}
-            if name.startswith(("inference-", "trainer-")):
-                service["deploy"] = gpus
+            if name.startswith(_COMPUTING):  # init: the pod's does for all of its processes
+                service |= {"deploy": gpus, "ipc": f"service:{POD}", "pid": f"service:{POD}", "init": False}
             if service:
                 services[name] = service
         return self._text(f"On top of {below}, for a machine with GPUs.", {"services": services})
@@ -132,8 +136,6 @@ class _Node:
             **_hardened(),
             "entrypoint": ["sleep", "infinity"],
             "init": True,
-            "ipc": "shareable",
-            "shm_size": SHARED_MEMORY,
             "restart": "unless-stopped",
         }
         if self.several:
@@ -204,6 +206,7 @@ class _Node:
             **_hardened(),
             "command": self._command(process.name),
             "environment": self._environment(process.name),
+            "init": True,
             **self._network(),
             "restart": f"on-failure:{recipe.launch.restarts}",
             "stop_grace_period": f"{recipe.launch.stop_grace_s:g}s",
@@ -213,13 +216,9 @@ class _Node:
             service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "5s", "start_period": "120s"}
         if volumes := self._mounts(process.name):
             service["volumes"] = volumes
-        if kind in ("orchestrator", "envgateway"):
-            service["init"] = True  # the others have that of the pod
-        if kind in ("inference", "trainer"):
-            service |= {"ipc": f"service:{POD}", "pid": f"service:{POD}"}
-            service["depends_on"] = {POD: {"condition": "service_started"}}
-            if self.number == 0:  # itself only after the warm start
-                service["depends_on"]["orchestrator"] = {"condition": "service_started"}
+        service["depends_on"] = {POD: {"condition": "service_started"}}
+        if kind in ("inference", "trainer") and self.number == 0:  # itself only after the warm start
+            service["depends_on"]["orchestrator"] = {"condition": "service_started"}
         if kind == "orchestrator" and recipe.warm_start:
             service["depends_on"] |= _after(WARM_START)
         if kind == "envgateway" and self.layout.makes_worlds():

@@ -87,10 +87,20 @@ def test_there_is_a_container_for_every_process_and_one_port_is_published_on_loo
     assert all(service["cap_drop"] == ["ALL"] for service in compose.values())
 
 
-def test_the_gateway_sees_neither_the_run_nor_the_weights(compose: dict[str, Any]) -> None:
-    gateway = compose["envgateway"]
-    assert not {"volumes", "ipc", "pid"} & set(gateway)
-    assert {compose[name]["ipc"] for name in ("inference-a", "trainer-model0")} == {"service:node"}
+def test_the_gateway_sees_neither_the_run_nor_the_weights(compose: dict[str, Any], tmp_path: Path) -> None:
+    assert not {"volumes", "ipc", "pid"} & set(compose["envgateway"])
+    assert not {"volumes", "ipc", "pid"} & set(services_of(tmp_path, "compose.gpu.yaml")["envgateway"])
+
+
+def test_memory_is_shared_with_gpus_and_by_nothing_that_podman_compose_refuses(
+    compose: dict[str, Any], tmp_path: Path
+) -> None:
+    assert not [name for name, service in compose.items() if {"ipc", "pid"} & set(service)]
+    with_gpus = services_of(tmp_path, "compose.gpu.yaml")
+    assert with_gpus["node"]["ipc"] == "shareable" and "shm_size" in with_gpus["node"]
+    for name in ("inference-a", "trainer-model0"):
+        assert with_gpus[name]["ipc"] == with_gpus[name]["pid"] == "service:node"
+        assert compose[name]["init"] and not with_gpus[name]["init"]
 
 
 def test_whatever_loads_a_model_has_the_same_cache(compose: dict[str, Any], tmp_path: Path) -> None:
