@@ -13,6 +13,7 @@ podman-compose cannot share either. The gateway, which runs strangers' programs,
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,9 @@ class _Node:
         if layout.recipe.warm_start:
             services[WARM_START] = self._warm_start()
         services |= {process.name: self._service(process) for process in layout.processes(self.number)}
-        name = f"millrace-{layout.recipe.name}" + (f"-node{self.number}" if self.several else "")
+        # Compose takes nothing else in the name of a project.
+        name = "millrace-" + re.sub("[^a-z0-9_-]", "-", layout.recipe.name.lower())
+        name += f"-node{self.number}" if self.several else ""
         tree = {"name": name, "services": services, "volumes": self._volumes(services)}
         return self._text(f"CPU, node {self.number}." if self.several else "CPU, one machine.", tree)
 

@@ -199,7 +199,9 @@ def test_a_profile_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", [None, "tiny"])
-def test_every_volume_that_is_mounted_is_declared_and_no_other(tmp_path: Path, profile: str | None) -> None:
+def test_names_are_valid_and_every_volume_that_is_mounted_is_declared_and_no_other(
+    tmp_path: Path, profile: str | None
+) -> None:
     for recipe in ONE_NODE:
         deploy(recipe, "compose", tmp_path, [], profile)
         tree = yaml.safe_load((tmp_path / "compose.yaml").read_text())
@@ -208,6 +210,7 @@ def test_every_volume_that_is_mounted_is_declared_and_no_other(tmp_path: Path, p
             re.sub(r"^\$\{\w+:-(.*?)\}", r"\1", mount).partition(":")[0] for mount in mounts if isinstance(mount, str)
         }
         assert {name for name in named if re.fullmatch(r"[\w-]+", name)} == set(tree["volumes"]), recipe
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]*", tree["name"]), "Docker's compose takes no other name"
 
 
 def test_inference_services_have_the_image_of_their_engine(tmp_path: Path, compose: dict[str, Any]) -> None:
