@@ -216,7 +216,7 @@ class _Node:
         }
         if process.address:  # else its first rank answers for it
             command = ["CMD", "python", "-m", "services.common.rpc.health", self._answers_at(process)]
-            service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "5s", "start_period": "120s"}
+            service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "20s", "start_period": "120s"}
         if volumes := self._mounts(process.name):
             service["volumes"] = volumes
         service["depends_on"] = {POD: {"condition": "service_started"}}
