@@ -25,15 +25,14 @@ RUN mkdir services && touch services/__init__.py \
     && pip uninstall --yes millrace
 
 FROM python
-RUN useradd --uid 10001 --create-home millrace && install --directory --owner=millrace --group=millrace /runs
+# Named volumes are mounted over these, and take their owner.
+RUN useradd --uid 10001 --create-home millrace \
+    && install --directory --owner=millrace --group=millrace /runs /runs/worlds /models
 COPY --from=packages /opt/millrace /opt/millrace
 WORKDIR /app
 COPY services services
 COPY recipes recipes
-ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models
 USER 10001:10001
 STOPSIGNAL SIGTERM
-# A large model takes minutes to load, and kernels take minutes more the first time.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=900s --retries=3 \
-    CMD ["python", "-m", "services.common.rpc.health", "127.0.0.1:50061"]
 ENTRYPOINT ["python", "-m", "services.cli"]

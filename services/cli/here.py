@@ -71,9 +71,9 @@ def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
         return _written_once(
             worlds / "alfworld", lambda folder: unpack(kept / "games.jsonl", kept / "domain.json", folder)
         )
-    package = package_data()
 
     def make(folder: Path) -> None:
+        package = package_data()
         grammar = (package / "alfred.twl2").read_text(encoding="utf-8")
         write_games(houses(24, 1, grammar), (package / "alfred.pddl").read_text(encoding="utf-8"), folder)
 

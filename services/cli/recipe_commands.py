@@ -181,7 +181,7 @@ def start(
         str,
         typer.Argument(
             help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them; or warm-start, which "
-            "makes the run directory and the starting checkpoints and ends."
+            "makes the run directory and the starting checkpoints and ends; or worlds, which makes those of a --profile and ends."
         ),
     ],
     set_: SetOption = None,
@@ -212,13 +212,14 @@ def deploy(
     recipe: RecipeArgument,
     target: Annotated[
         Literal["compose", "scripts"],
-        typer.Option(help="`compose`: containers on one machine. `scripts`: processes on every node of the recipe."),
+        typer.Option(help="`compose`: containers, a file for each node. `scripts`: processes, a script for each."),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write to.")] = Path("deploy"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write to.")],
     set_: SetOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Write the compose files or the launch scripts of a recipe, from the resolved recipe (docs/deploy.md)."""
     from services.cli.deploy.command import deploy as write_deployment
 
-    for path in write_deployment(recipe, target, output, set_ or ()):
+    for path in write_deployment(recipe, target, output, set_ or (), profile):
         console.print(str(path), highlight=False, soft_wrap=True)

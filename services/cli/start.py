@@ -42,6 +42,7 @@ from services.common.logs import configure
 
 WARM_START = "warm-start"
 ENVIRONMENTS = "environments"  # below a run's directory: settings and logs of a gateway without a run
+WORLDS = "worlds"
 POLL_S = 0.5
 
 
@@ -74,6 +75,8 @@ def start(
     """
     if alone and process != "envgateway":
         raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
+    if process == WORLDS:
+        return  # made, where the profile wants some, when the recipe was read (services.cli.here)
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":

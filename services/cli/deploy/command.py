@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from services.cli.deploy.compose import compose_file, gpu_file
+from services.cli.deploy.compose import compose_files
 from services.cli.deploy.layout import CHECKOUT, lay_out
 from services.cli.deploy.metrics import dashboard, scrape_config
 from services.cli.deploy.scripts import launch_scripts
@@ -15,19 +15,19 @@ from services.cli.deploy.scripts import launch_scripts
 Target = Literal["compose", "scripts"]
 
 
-def deploy(recipe: Path, target: Target, output: Path, overrides: Sequence[str] = ()) -> list[Path]:
+def deploy(
+    recipe: Path, target: Target, output: Path, overrides: Sequence[str] = (), profile: str | None = None
+) -> list[Path]:
     """Write the files of a target, scripts executable, and return their paths.
 
     Raises:
         ConfigError: the recipe cannot run, or cannot be deployed this way.
     """
-    layout = lay_out(recipe, overrides)
+    layout = lay_out(recipe, overrides, profile)
     if target == "compose":
-        context = os.path.relpath(CHECKOUT, output.resolve())
-        files = {"compose.yaml": compose_file(layout, context), "compose.gpu.yaml": gpu_file(layout)}
-        if layout.metrics_ports:
-            run = layout.recipe.run.id or layout.recipe.name
-            files |= {"prometheus.yml": scrape_config(run, layout.metrics_ports), "grafana.json": dashboard()}
+        files = compose_files(layout, os.path.relpath(CHECKOUT, output.resolve()))
+        if layout.metrics_ports and len(layout.nodes) == 1:
+            files |= {"prometheus.yml": scrape_config(layout.run_id, layout.metrics_ports), "grafana.json": dashboard()}
     else:
         files = launch_scripts(layout)
     output.mkdir(parents=True, exist_ok=True)

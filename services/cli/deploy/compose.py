@@ -1,191 +1,369 @@
-"""The compose files of a recipe: one container for each process, on one machine.
+"""The compose files of a recipe: one for each node, one container for each process.
 
-Without keys services bind loopback only and know nobody who calls. So their containers share the network namespace of
-one container that does nothing else, ``node``: loopback is then the pod's, no port is published, and a service that is
-started again finds the others. Trainers and inference services also share its /dev/shm, through which they hand over
-weights, and its process ids, by which they name what they leave there. The gateway, which runs strangers' programs,
-shares neither, and sees no run directory.
+On one node without keys services bind loopback only and know nobody who calls. So their containers share the network
+namespace of one container that does nothing else, ``node``: loopback is then the pod's, and a service that is started
+again finds the others. ``forwarder`` alone listens outside of it, for the orchestrator's port, which is published on the
+host's loopback (ADR 19). Over several nodes containers have the host's network, keys of their own role, and TLS.
+
+With the file for GPUs, trainers and inference services also share the /dev/shm of ``node``, through which they hand over
+weights, and its process ids, by which they name what they leave there. Without it weights go through the publisher's port:
+podman-compose cannot share either. The gateway, which runs strangers' programs, shares neither, and sees no run directory.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from services.cli.deploy.layout import Layout, settings, written_by
+from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
+from services.cli.launch_keys import role_of
+from services.cli.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan import ProcessSpec
 from services.cli.start import WARM_START
+from services.cli.start import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
+from services.common.free_ports import LOOPBACK
+from services.common.hosts import host_and_port
+from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
+from services.orchestrator.catalogue import DATA_ROOT
 
 RUNS = "/runs"
+WORLDS = f"{RUNS}/worlds"  # where a profile makes worlds, below run.dir
+MODELS = "/models"  # HF_HOME of the images
 DATA = "/data"
+KEYS = "/keys"
+APP = "/app"  # where the images have the checkout
 POD = "node"
+FORWARDER = "forwarder"
+NO_DATA = "no-data"  # an empty volume, in the place of a folder that nobody names
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 PROMETHEUS_PORT = 9090
 # Room for a few versions of the weights; the file system gives only what is used.
 SHARED_MEMORY = "8gb"
 
+_COMPUTING = ("inference-", "trainer-")
+
 Service = dict[str, Any]
 
 
-def compose_file(layout: Layout, context: str) -> str:
-    """The text of ``compose.yaml``; ``context`` is the way from its directory to the checkout.
+def compose_files(layout: Layout, context: str) -> dict[str, str]:
+    """File name -> text: ``compose.yaml`` and ``compose.gpu.yaml``, with ``nodeN.`` in front where there are several.
 
-    Raises ``ConfigError`` for a recipe over several nodes, and for one with keys, which nobody is there to hand out.
+    ``context`` is the way from their directory to the checkout.
+
+    Raises:
+        ConfigError: a host on one node is not loopback, or another node would need what node 0 makes.
     """
-    if layout.nodes != [0]:
+    several = len(layout.nodes) > 1
+    if not several and not layout.recipe.is_on_loopback:
         raise ConfigError(
-            f"{layout.path} runs on nodes {', '.join(map(str, layout.nodes))}, and a compose file is for one machine: "
-            "write launch scripts with --target scripts"
+            "a host of the recipe is not loopback, and containers of one node share a loopback that nothing else reaches: "
+            "leave the setting out; the orchestrator's port is published all the same (docs/deploy.md)"
         )
-    if layout.recipe.needs_keys:
+    if several and layout.recipe.warm_start:
         raise ConfigError(
-            "security.tls is on, or a host is not loopback, and a compose file has no keys: its containers share a loopback "
-            "that nothing else reaches; leave these settings out, or start the images with keys (docs/deploy.md, Containers "
-            "on several hosts)"
+            f"{layout.path} makes starting checkpoints on node 0 (warm_start), which containers of other nodes do not see: "
+            "name a checkpoint with policies.NAME.model.path, or write launch scripts with --target scripts"
         )
-    services: dict[str, Service] = {POD: _pod(context)}
-    if layout.metrics_ports:
-        services[POD]["ports"] = [f"127.0.0.1:{PROMETHEUS_PORT}:{PROMETHEUS_PORT}"]
-        services["prometheus"] = _prometheus()
-    if layout.recipe.warm_start:
-        services[WARM_START] = _warm_start(layout, context)
-    services |= {process.name: _service(layout, process, context) for process in layout.processes(0)}
-    tree = {"name": f"millrace-{layout.recipe.name}", "services": services, "volumes": {"runs": {}}}
-    return _text(layout, "CPU, one machine.", tree)
+    files = {}
+    for number in layout.nodes:
+        node = _Node(layout, context, number, several=several)
+        before = f"node{number}." if several else ""
+        files[f"{before}compose.yaml"] = node.compose_file()
+        files[f"{before}compose.gpu.yaml"] = node.gpu_file(f"{before}compose.yaml")
+    return files
 
 
-def gpu_file(layout: Layout) -> str:
-    """The text of ``compose.gpu.yaml``, which goes on top of the other: GPUs for what computes on them.
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One node of a layout, and how its containers reach each other."""
 
-    All GPUs are shown to a container; which of them a process takes is the recipe's to say (``gpus``).
-    """
-    recipe = layout.recipe
-    devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
-    devices |= {f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.policies.items()}
-    forced = tuple(f"{where}=cuda" for where, device in devices.items() if device == "cpu")
-    gpus = {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}}
-    names = [process.name for process in layout.processes(0)]
-    services: dict[str, Service] = {}
-    for name in [*([WARM_START] if layout.recipe.warm_start else []), *names]:
-        service: Service = {"command": _command(layout, name, forced)} if forced else {}
-        if name.startswith(("inference-", "trainer-")):
-            service["deploy"] = gpus
-        if service:
-            services[name] = service
-    return _text(layout, "On top of compose.yaml, for a machine with GPUs.", {"services": services})
+    layout: Layout
+    context: str
+    number: int
+    several: bool
+
+    def compose_file(self) -> str:
+        layout = self.layout
+        services: dict[str, Service] = {POD: self._pod()}
+        if not self.several:
+            services[FORWARDER] = self._forwarder()
+            if layout.metrics_ports:
+                services["prometheus"] = self._prometheus()
+        if layout.makes_worlds():
+            services[MAKE_WORLDS] = self._make_worlds()
+        if layout.recipe.warm_start:
+            services[WARM_START] = self._warm_start()
+        services |= {process.name: self._service(process) for process in layout.processes(self.number)}
+        # Compose takes nothing else in the name of a project.
+        name = "millrace-" + re.sub("[^a-z0-9_-]", "-", layout.recipe.name.lower())
+        name += f"-node{self.number}" if self.several else ""
+        tree = {"name": name, "services": services, "volumes": self._volumes(services)}
+        return self._text(f"CPU, node {self.number}." if self.several else "CPU, one machine.", tree)
+
+    def gpu_file(self, below: str) -> str:
+        """What goes on top of the other: GPUs for what computes on them, and shared memory for their weights.
+
+        All GPUs are shown to a container; which of them a process takes is the recipe's to say (``gpus``).
+        """
+        recipe = self.layout.recipe
+        devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
+        devices |= {
+            f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.policies.items()
+        }
+        forced = tuple(f"{where}=cuda" for where, device in devices.items() if device == "cpu")
+        gpus = {
+            "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}
+        }
+        names = [process.name for process in self.layout.processes(self.number)]
+        services: dict[str, Service] = {}
+        if any(name.startswith(_COMPUTING) for name in names):
+            services[POD] = {"ipc": "shareable", "shm_size": SHARED_MEMORY}
+        for name in [*([WARM_START] if recipe.warm_start else []), *names]:
+            service: Service = {"command": self._command(name, forced)} if forced else {}
+            if name.startswith(_COMPUTING):  # init: the pod's does for all of its processes
+                service |= {"deploy": gpus, "ipc": f"service:{POD}", "pid": f"service:{POD}", "init": False}
+            if service:
+                services[name] = service
+        return self._text(f"On top of {below}, for a machine with GPUs.", {"services": services})
+
+    def _pod(self) -> Service:
+        """Holds the namespaces that the others share."""
+        service = {
+            **self._image("orchestrator"),
+            **_hardened(),
+            "entrypoint": ["sleep", "infinity"],
+            "init": True,
+            "restart": "unless-stopped",
+        }
+        if self.several:
+            return service | {"network_mode": "host"}
+        orchestrator = self.layout.ports["ORCHESTRATOR_PORT"]
+        ports = [f"{LOOPBACK}:${{ORCHESTRATOR_PORT:-{orchestrator}}}:{orchestrator}"]
+        if self.layout.metrics_ports:
+            ports.append(f"{LOOPBACK}:{PROMETHEUS_PORT}:{PROMETHEUS_PORT}")
+        return service | {"ports": ports}
+
+    def _forwarder(self) -> Service:
+        """Takes connections from this machine to the orchestrator, which itself binds the pod's loopback."""
+        return {
+            **self._image("orchestrator"),
+            **_hardened(),
+            "entrypoint": ["python", "-m", "services.cli.deploy.forwarder"],
+            "command": [self.layout.ports["ORCHESTRATOR_PORT"]],
+            "init": True,
+            "read_only": True,
+            **self._network(),
+            "restart": "unless-stopped",
+        }
+
+    def _prometheus(self) -> Service:
+        """Asks all processes of the pod; only with ``--profile metrics``. Answers this machine alone, without a password."""
+        return {
+            "image": PROMETHEUS_IMAGE,
+            "profiles": ["metrics"],
+            **_hardened(),
+            "command": ["--config.file=/etc/prometheus/prometheus.yml", f"--web.listen-address=:{PROMETHEUS_PORT}"],
+            "volumes": ["./prometheus.yml:/etc/prometheus/prometheus.yml:ro"],
+            **self._network(),
+            "restart": "unless-stopped",
+        }
+
+    def _warm_start(self) -> Service:
+        """Makes the starting checkpoints once, with the trainer's packages; then the orchestrator begins."""
+        service: Service = {
+            **self._image("trainer"),
+            **_hardened(),
+            "command": self._command(WARM_START),
+            "environment": self._environment(WARM_START),
+            "volumes": self._mounts(WARM_START),
+            "network_mode": "none",
+        }
+        if self.layout.makes_worlds():
+            service["depends_on"] = _after(MAKE_WORLDS)
+        return service
+
+    def _make_worlds(self) -> Service:
+        """Makes the world of the profile once, with the packages of the gateway, and before anything else reads it."""
+        return {
+            **self._image("envgateway"),
+            **_hardened(),
+            "command": self._command(MAKE_WORLDS),
+            "environment": self._environment(MAKE_WORLDS),
+            "volumes": self._mounts(MAKE_WORLDS),
+            "network_mode": "none",
+        }
+
+    def _service(self, process: ProcessSpec) -> Service:
+        kind, _, name = process.name.partition("-")
+        recipe = self.layout.recipe
+        # SGLang's pins are not those of the other images.
+        with_sglang = kind == "inference" and recipe.inference[name].engine == "sglang"
+        service: Service = {
+            **self._image("inference-sglang" if with_sglang else kind),
+            **_hardened(),
+            "command": self._command(process.name),
+            "environment": self._environment(process.name),
+            "init": True,
+            **self._network(),
+            "restart": f"on-failure:{recipe.launch.restarts}",
+            "stop_grace_period": f"{recipe.launch.stop_grace_s:g}s",
+        }
+        if process.address:  # else its first rank answers for it
+            command = ["CMD", "python", "-m", "services.common.rpc.health", self._answers_at(process)]
+            service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "20s", "start_period": "120s"}
+        if volumes := self._mounts(process.name):
+            service["volumes"] = volumes
+        service["depends_on"] = {POD: {"condition": "service_started"}}
+        if kind in ("inference", "trainer") and self.number == 0:  # itself only after the warm start
+            service["depends_on"]["orchestrator"] = {"condition": "service_started"}
+        if kind == "orchestrator" and recipe.warm_start:
+            service["depends_on"] |= _after(WARM_START)
+        if kind == "envgateway" and self.layout.makes_worlds():
+            service["depends_on"] |= _after(MAKE_WORLDS)
+        return service
+
+    def _network(self) -> Service:
+        if self.several:
+            return {"network_mode": "host"}
+        return {"network_mode": f"service:{POD}", "depends_on": {POD: {"condition": "service_started"}}}
+
+    def _answers_at(self, process: ProcessSpec) -> str:
+        host, port = host_and_port(process.address)
+        if not self.several or process.name.startswith("trainer-"):
+            return f"{host}:{port}"
+        return f"{self._own_address(LOOPBACK)}:{port}"
+
+    def _own_address(self, otherwise: str) -> str:
+        """What others dial on this node: needed where they dial anything, which is on node 0 and at the gateway."""
+        dialled = self.number == 0 or any(
+            process.name == "envgateway" for process in self.layout.processes(self.number)
+        )
+        if dialled:
+            return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
+        return f"${{{NODE_HOST}:-{otherwise}}}"
+
+    def _image(self, kind: str) -> Service:
+        arguments = ["BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]  # those that are set where it is built
+        if kind == "inference-sglang":
+            return self._built(kind, kind, arguments)
+        extras = [kind, *(self._extras() if kind == "envgateway" else [])]
+        arguments.append(f"EXTRAS={','.join(extras)}")
+        if kind == "envgateway" and (model := self.layout.tagger_model()):
+            arguments.append(f"SPACY_MODEL={model}")
+        return self._built("-".join(extras), "service", arguments)
+
+    def _extras(self) -> list[str]:
+        """What the gateway's image has beside the gateway: the engine of the recipe's environment."""
+        return [environment] if (environment := self.layout.environment()) else []
+
+    def _built(self, name: str, dockerfile: str, arguments: list[str]) -> Service:
+        build = {"context": self.context, "dockerfile": f"deploy/docker/{dockerfile}.Dockerfile", "args": arguments}
+        return {"image": f"millrace-{name}", "build": build}
+
+    def _mounts(self, name: str) -> list[Any]:
+        kind, layout = name.partition("-")[0], self.layout
+        mounts: list[Any] = []
+        if kind not in ("envgateway", MAKE_WORLDS):
+            mounts += [f"runs:{RUNS}", f"models:{MODELS}"]
+        if layout.makes_worlds():
+            mounts.append(f"worlds:{WORLDS}" + ("" if name == MAKE_WORLDS else ":ro"))
+        need = layout.data_root()
+        if need == "required":
+            mounts.append(f"${{{DATA_ROOT}:?set it to the folder of local datasets}}:{DATA}:ro")
+        elif need == "optional" and (kind != "envgateway" or layout.makes_worlds()):
+            mounts.append(f"${{{DATA_ROOT}:-{NO_DATA}}}:{DATA}:ro")
+        if kind == "envgateway":
+            mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
+        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
+            keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
+            mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
+        return mounts
+
+    def _world(self, path: str) -> Service:
+        """What the gateway reads, where it looks for it. Written in full: in short, a folder that is missing is made."""
+        place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
+        if place.startswith("../"):
+            source = target = path  # elsewhere on the machine
+        else:
+            source, target = os.path.join(self.context, place), os.path.join(APP, place)
+            source = source if source.startswith(("/", ".")) else f"./{source}"
+        return {
+            "type": "bind",
+            "source": source,
+            "target": target,
+            "read_only": True,
+            "bind": {"create_host_path": False},
+        }
+
+    def _volumes(self, services: dict[str, Service]) -> dict[str, Any]:
+        """Those that are mounted. Models are shared by all recipes of this machine."""
+        mounted = [
+            mount for service in services.values() for mount in service.get("volumes", []) if isinstance(mount, str)
+        ]
+        known: dict[str, Any] = {"runs": {}, "models": {"name": "millrace-models"}, "worlds": {}, NO_DATA: {}}
+        return {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounted)}
+
+    @property
+    def _has_keys(self) -> bool:
+        return self.several or self.layout.recipe.needs_keys
+
+    def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:
+        layout = self.layout
+        metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
+        worlds = [f"run.dir={RUNS}"] if layout.makes_worlds() else []
+        arguments = [_escaped(part) for part in options(layout, [*metrics, *worlds, *more])]
+        return ["start", layout.path, name, *arguments]
+
+    def _environment(self, name: str) -> dict[str, str]:
+        layout = self.layout
+        there = f"{RUNS}/{layout.run_id}" + (f"-node{self.number}" if self.number else "")
+        variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own, which nobody else sees
+        if layout.data_root() != "none":
+            variables[DATA_ROOT] = DATA
+        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
+            variables[KEYS_VARIABLE] = KEYS
+        if self.several and self.number == 0:
+            variables[NODE_HOST] = (
+                f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
+            )
+        elif self.several:
+            variables[HOST_VARIABLE] = f"${{{HOST_VARIABLE}:?set it to the name or address of node 0}}"
+            variables[NODE_HOST] = f"${{{NODE_HOST}:-}}"
+        return variables
+
+    def _text(self, what: str, tree: dict[str, Any]) -> str:
+        sandbox = self.layout.recipe.envgateway and self.layout.recipe.envgateway.sandbox
+        isolation = ""
+        if sandbox and sandbox.allow_tier_0:
+            isolation = (
+                "# envgateway.sandbox.allow_tier_0 is set: where the engine allows the gateway no user namespaces, programs that\n"
+                "# the policy writes run with limits, but without isolation from the gateway (docs/deploy.md).\n"
+            )
+        reached = (
+            "Services answer inside the pod only, but for the orchestrator's port, published on this machine's loopback"
+        )
+        if self.several:
+            reached = "Containers have the host's network; every port asks for keys of this run"
+        head = (
+            f"# {what} Written, not edited: {written_by(self.layout, 'compose')} -o DIR\n"
+            f"# docs/deploy.md says how it is used. {reached}.\n"
+        )
+        return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _pod(context: str) -> Service:
-    """Holds the namespaces that the others share."""
-    return {
-        **_image("orchestrator", context),
-        **_hardened(),
-        "entrypoint": ["sleep", "infinity"],
-        "init": True,
-        "ipc": "shareable",
-        "shm_size": SHARED_MEMORY,
-        "healthcheck": {"disable": True},
-        "restart": "unless-stopped",
-    }
-
-
-def _prometheus() -> Service:
-    """Asks all processes of the pod; only with ``--profile metrics``. Answers this machine alone, without a password."""
-    return {
-        "image": PROMETHEUS_IMAGE,
-        "profiles": ["metrics"],
-        **_hardened(),
-        "command": ["--config.file=/etc/prometheus/prometheus.yml", f"--web.listen-address=:{PROMETHEUS_PORT}"],
-        "volumes": ["./prometheus.yml:/etc/prometheus/prometheus.yml:ro"],
-        "network_mode": f"service:{POD}",
-        "depends_on": {POD: {"condition": "service_started"}},
-        "restart": "unless-stopped",
-    }
-
-
-def _warm_start(layout: Layout, context: str) -> Service:
-    """Makes the starting checkpoints once, with the trainer's packages; then the orchestrator begins."""
-    return {
-        **_image("trainer", context),
-        **_hardened(),
-        **_mounts(layout),
-        "command": _command(layout, WARM_START),
-        "environment": _environment(layout, WARM_START),
-        "network_mode": "none",
-        "healthcheck": {"disable": True},
-    }
-
-
-def _service(layout: Layout, process: ProcessSpec, context: str) -> Service:
-    kind, _, name = process.name.partition("-")
-    # SGLang's pins are not those of the other images.
-    with_sglang = kind == "inference" and layout.recipe.inference[name].engine == "sglang"
-    service: Service = {
-        **_image("inference-sglang" if with_sglang else kind, context),
-        **_hardened(),
-        "command": _command(layout, process.name),
-        "environment": _environment(layout, process.name),
-        "network_mode": f"service:{POD}",
-        "depends_on": {POD: {"condition": "service_started"}},
-        "healthcheck": {"test": ["CMD", "python", "-m", "services.common.rpc.health", process.address]},
-        "restart": f"on-failure:{layout.recipe.launch.restarts}",
-        "stop_grace_period": f"{layout.recipe.launch.stop_grace_s:g}s",
-    }
-    if kind == "envgateway":
-        if layout.needs_data():
-            service["volumes"] = [_data()]
-    else:
-        service |= _mounts(layout)
-    if kind in ("orchestrator", "envgateway"):
-        service["init"] = True  # the others have that of the pod
-    if kind in ("inference", "trainer"):
-        service |= {"ipc": f"service:{POD}", "pid": f"service:{POD}"}
-        service["depends_on"]["orchestrator"] = {"condition": "service_started"}  # itself only after the warm start
-    if kind == "orchestrator" and layout.recipe.warm_start:
-        service["depends_on"][WARM_START] = {"condition": "service_completed_successfully"}
-    return service
-
-
-def _image(kind: str, context: str) -> Service:
-    build = {
-        "context": context,
-        "dockerfile": f"deploy/docker/{kind}.Dockerfile",
-        "args": ["BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"],  # those that are set where it is built
-    }
-    return {"image": f"millrace-{kind}", "build": build}
+def _after(name: str) -> Service:
+    """Starts when another container has done what it is for."""
+    return {name: {"condition": "service_completed_successfully"}}
 
 
 def _hardened() -> Service:
     return {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
-
-
-def _mounts(layout: Layout) -> Service:
-    return {"volumes": [f"runs:{RUNS}", *([_data()] if layout.needs_data() else [])]}
-
-
-def _data() -> str:
-    return f"${{MILLRACE_DATA_ROOT:?set it to the folder of local datasets}}:{DATA}:ro"
-
-
-def _command(layout: Layout, name: str, more: tuple[str, ...] = ()) -> list[str]:
-    metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
-    arguments = [_escaped(part) for part in settings([*layout.overrides, *metrics, *more])]
-    if name == "envgateway":  # its image starts the gateway itself, without a run directory
-        return ["--recipe", layout.path, *arguments]
-    return ["start", layout.path, name, *arguments]
-
-
-def _environment(layout: Layout, name: str) -> dict[str, str]:
-    variables = dict(layout.ports)
-    if name == "envgateway":  # the others are started by a command that knows what they need
-        variables["OMP_NUM_THREADS"] = "1"
-    else:
-        variables["RUN_DIR"] = f"{RUNS}/{layout.recipe.run.id or layout.recipe.name}"
-    if layout.needs_data():
-        variables["MILLRACE_DATA_ROOT"] = DATA
-    return variables
 
 
 def _escaped(text: str) -> str:
@@ -198,19 +376,3 @@ class _Plain(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _text(layout: Layout, what: str, tree: dict[str, Any]) -> str:
-    sandbox = layout.recipe.envgateway and layout.recipe.envgateway.sandbox
-    isolation = ""
-    if sandbox and sandbox.allow_tier_0:
-        isolation = (
-            "# envgateway.sandbox.allow_tier_0 is set: where the engine allows the gateway no user namespaces, programs that\n"
-            "# the policy writes run with limits, but without isolation from the gateway (docs/deploy.md).\n"
-        )
-    published = "Only Prometheus is published, to this machine" if layout.metrics_ports else "Nothing is published"
-    head = (
-        f"# {what} Written, not edited: {written_by(layout, 'compose')} -o DIR\n"
-        f"# docs/deploy.md says how it is used. {published}: services answer inside the pod only.\n"
-    )
-    return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.cli.deploy.metrics import with_ports
 from services.cli.plan import ProcessSpec, plan
-from services.common.config.loading import load_recipe, port_variables, validate
+from services.cli.profiles import load_for_any_machine
+from services.common.config.loading import port_variables, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.orchestrator.catalogue import known
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+
+Need = Literal["none", "optional", "required"]
 
 # Where ports of their own begin, by the beginning of the variable that sets them.
 _FIRST_PORTS = {
@@ -35,6 +40,7 @@ class Layout:
     recipe: Recipe
     path: str  # relative to the checkout, which images and nodes have as their working directory
     overrides: tuple[str, ...]
+    profile: str | None
     ports: Mapping[str, str]  # variable -> port
     metrics_ports: Mapping[str, int] = field(default_factory=dict)  # process -> port; empty where metrics are off
 
@@ -43,25 +49,67 @@ class Layout:
         """The nodes that the recipe names, 0 first."""
         return self.recipe.nodes()
 
+    @property
+    def run_id(self) -> str:
+        """The run's id where the recipe names none."""
+        return self.recipe.run.id or self.recipe.name
+
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
         return plan(self.recipe, Path(), node)
 
-    def needs_data(self) -> bool:
-        """Whether it names datasets that are read from a folder of the machine."""
+    def data_root(self) -> Need:
+        """Whether it reads files of ``MILLRACE_DATA_ROOT``: it must where a dataset is on no hub; a profile takes what is
+        there and makes the rest."""
         sections = [self.recipe.data.train, *self.recipe.data.evaluation.values()]
-        return any(section.name is not None for section in sections)
+        datasets = [known(section.name) for section in sections if section.name is not None]
+        if self.profile is not None:
+            return "optional" if datasets else "none"
+        files = [dataset for dataset in datasets if dataset.indices is None]
+        if any(dataset.hub is None for dataset in files):
+            return "required"
+        return "optional" if files else "none"
+
+    def environment(self) -> str:
+        """The environment that the gateway plays with an engine or data of its own; empty for none."""
+        name = self.recipe.workflow.settings.get("environment", "")
+        gateway = self.recipe.envgateway
+        if gateway is None or name in gateway.agentbench or name not in ("alfworld", "textworld", "webshop"):
+            return ""
+        return str(name)
+
+    def tagger_model(self) -> str:
+        """spaCy's model, where the shop's tagger needs it; empty for none. A profile tags without."""
+        gateway = self.recipe.envgateway
+        if gateway is None or self.environment() != "webshop" or self.profile is not None:
+            return ""
+        return gateway.webshop.spacy_model if gateway.webshop.tagger == "spacy" else ""
+
+    def makes_worlds(self) -> bool:
+        """Whether the profile finds or makes the world of the environment when it is started (``services.cli.here``)."""
+        return self.profile is not None and self.environment() in ("alfworld", "webshop")
+
+    def worlds(self) -> list[Path]:
+        """Files and folders that the gateway reads; those that the recipe has beside it are absolute."""
+        gateway = self.recipe.envgateway
+        if gateway is None or self.makes_worlds():
+            return []
+        named = [gateway.alfworld.data, gateway.alfworld.games, gateway.textworld.games]
+        named += [gateway.webshop.data, gateway.webshop.goals]
+        found = sorted({path for path in named if path is not None})
+        return [path for path in found if not any(other in path.parents for other in found)]
 
 
-def lay_out(path: Path, overrides: Sequence[str] = ()) -> Layout:
+def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Layout:
     """Read a recipe and give every port that it leaves open (0) a number of its own.
 
-    Environment variables of this machine do not count: what is written depends on the recipe and the overrides alone.
+    Environment variables and files of this machine do not count: what is written depends on the recipe, the overrides
+    and the profile alone.
 
     Raises:
         ConfigError: the recipe cannot run, or lies outside the checkout, where other machines would not find it.
     """
-    tree = load_recipe(path, overrides, {}).model_dump(mode="json")
+    tree = load_for_any_machine(path, overrides, profile).model_dump(mode="json")
     held = {int(value) for value in _ports(tree).values() if value}
     for name, keys in port_variables(tree).items():
         section = _section(tree, keys)
@@ -76,19 +124,21 @@ def lay_out(path: Path, overrides: Sequence[str] = ()) -> Layout:
         recipe=recipe,
         path=_in_checkout(path),
         overrides=tuple(overrides),
+        profile=profile,
         ports=ports,
         metrics_ports=metrics_ports,
     )
 
 
-def settings(overrides: Sequence[str]) -> list[str]:
-    """Overrides as arguments."""
-    return [part for override in overrides for part in ("--set", override)]
+def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
+    """Overrides, ``more`` ones and the profile as arguments."""
+    profile = [] if layout.profile is None else ["--profile", layout.profile]
+    return [*(part for override in (*layout.overrides, *more) for part in ("--set", override)), *profile]
 
 
 def written_by(layout: Layout, target: str) -> str:
     """The command that writes it again, without the directory."""
-    return " ".join(["millrace deploy", layout.path, "--target", target, *settings(layout.overrides)])
+    return shlex.join(["millrace", "deploy", layout.path, "--target", target, *options(layout)])
 
 
 def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:

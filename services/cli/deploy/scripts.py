@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from services.cli.deploy.layout import Layout, settings, written_by
+from services.cli.deploy.layout import Layout, options, written_by
 from services.cli.nodes import HOST_VARIABLE, NODE_HOST
 
 _HEAD = """\
@@ -71,7 +71,7 @@ def launch_scripts(layout: Layout) -> dict[str, str]:
 
 
 def _process(layout: Layout, node: int, name: str) -> str:
-    arguments = shlex.join([layout.path, name, *settings(layout.overrides)])
+    arguments = shlex.join([layout.path, name, *options(layout)])
     ports = " ".join(f"{variable}={port}" for variable, port in layout.ports.items())
     return _head(layout, node, f"Starts {name} of {layout.path}, which belongs to node {node}.") + _PROCESS.format(
         ports=ports, arguments=arguments
@@ -93,6 +93,6 @@ def _head(layout: Layout, node: int, what: str) -> str:
         )
     elif len(layout.nodes) > 1:
         variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
-    if layout.needs_data():
+    if layout.data_root() != "none":
         variables += ", MILLRACE_DATA_ROOT (folder of local datasets)"
     return _HEAD.format(what=what, written_by=written_by(layout, "scripts"), variables=variables)

@@ -1,0 +1,39 @@
+# One of the four services: orchestrator, envgateway, inference (torch engine) or trainer. EXTRAS says which packages it has.
+# Build at the root of the checkout, such as the gateway with ALFWorld's engine:
+#   docker build -f deploy/docker/service.Dockerfile --build-arg EXTRAS=envgateway,alfworld -t millrace-envgateway-alfworld .
+# BASE_IMAGE: any Debian with Python 3.11 or newer. PIP_INDEX_URL, PIP_EXTRA_INDEX_URL: where packages come from.
+# SPACY_MODEL: the model of WebShop's tagger, where the recipe wants spaCy.
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+
+FROM ${BASE_IMAGE} AS packages
+ARG EXTRAS
+# ALFWorld's planner is compiled; the compiler stays in this stage. Which patch release it has is not ours to pin.
+# hadolint ignore=DL3008
+RUN case ",${EXTRAS}," in *,alfworld,*) \
+        apt-get update && apt-get install --yes --no-install-recommends cmake g++ make && rm -rf /var/lib/apt/lists/* ;; \
+    esac
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG SPACY_MODEL
+WORKDIR /build
+RUN python3 -m venv /opt/millrace
+ENV PATH=/opt/millrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY pyproject.toml README.md LICENSE constraints.txt ./
+# The packages alone: the code comes later, so that a change to it installs nothing again.
+RUN mkdir services && touch services/__init__.py \
+    && pip install --constraint constraints.txt ".[${EXTRAS:?name the extras, such as EXTRAS=trainer}]" \
+    && pip uninstall --yes millrace \
+    && if [ -n "${SPACY_MODEL}" ]; then python -m spacy download "${SPACY_MODEL}"; fi
+
+FROM ${BASE_IMAGE}
+# Named volumes are mounted over these, and take their owner.
+RUN useradd --uid 10001 --create-home millrace \
+    && install --directory --owner=millrace --group=millrace /runs /runs/worlds /models
+COPY --from=packages /opt/millrace /opt/millrace
+WORKDIR /app
+COPY services services
+COPY recipes recipes
+ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models
+USER 10001:10001
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-m", "services.cli"]

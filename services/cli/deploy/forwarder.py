@@ -1,0 +1,126 @@
+"""``python -m services.cli.deploy.forwarder PORT``: connections from this machine to a port of the pod's loopback.
+
+Without keys services bind loopback, and a published port arrives at the pod's other address. This process listens there,
+at the same port, and passes bytes on. It takes connections from the gateway of the pod's network, which is where the
+engine has those of the host come from, and from the pod itself; other machines and other containers are hung up on
+(ADR 19). It knows nothing about what is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import structlog
+
+from services.cli.nodes import address_of_node_0
+from services.common.aio import deadline
+from services.common.errors import DeadlineError, MillraceError
+from services.common.free_ports import LOOPBACK
+from services.common.logs import configure
+
+log = structlog.get_logger()
+
+ROUTES = Path("/proc/net/route")
+MAX_CONNECTIONS = 64
+CONNECT_S = 5.0
+_CHUNK_BYTES = 64 * 1024
+
+
+def gateways(routes: str) -> set[str]:
+    """Addresses of the default gateways in the text of ``/proc/net/route``.
+
+    >>> sorted(gateways("Iface Destination Gateway Flags\\neth0 00000000 0100590A 0003\\neth0 0000590A 00000000 0001\\n"))
+    ['10.89.0.1']
+    """
+    rows = [line.split() for line in routes.splitlines()[1:]]
+    found = [row[2] for row in rows if len(row) > 2 and row[1] == "00000000" and row[2] != "00000000"]
+    return {socket.inet_ntoa(struct.pack("=I", int(address, 16))) for address in found}
+
+
+class Forwarder:
+    """Passes connections on to ``target``: those of ``callers``, at most ``MAX_CONNECTIONS`` at once."""
+
+    def __init__(self, target: tuple[str, int], callers: set[str]) -> None:
+        self._target = target
+        self._callers = callers
+        self._connections: set[asyncio.Task[None]] = set()
+        self._refused: set[str] = set()
+
+    async def listen(self, host: str, port: int) -> asyncio.Server:
+        """Raises ``OSError`` for an address that is taken or not here."""
+        return await asyncio.start_server(self._accept, host, port, limit=_CHUNK_BYTES)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = writer.get_extra_info("peername")[0]
+        task = asyncio.current_task()
+        if task is None or caller not in self._callers or len(self._connections) >= MAX_CONNECTIONS:
+            self._tell_once(caller)
+            writer.close()
+            return
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        try:
+            async with deadline(CONNECT_S, f"connecting to {self._target[0]}:{self._target[1]}"):
+                there, out = await asyncio.open_connection(*self._target, limit=_CHUNK_BYTES)
+        except (OSError, DeadlineError):  # the orchestrator is not up yet: the caller comes again
+            writer.close()
+            return
+        try:
+            # No deadline: whoever watches a run stays as long as it lasts.
+            await asyncio.gather(_pass(reader, out), _pass(there, writer))
+        finally:
+            for end in (writer, out):
+                end.close()
+
+    def _tell_once(self, caller: str) -> None:
+        if caller not in self._refused and len(self._refused) < MAX_CONNECTIONS:
+            self._refused.add(caller)
+            why = "too many connections" if caller in self._callers else "not this machine"
+            log.warning("forwarder.refused", caller=caller, reason=why)
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Until one side has said all; then the other hears that, and may still answer."""
+    with contextlib.suppress(ConnectionError):
+        while chunk := await reader.read(_CHUNK_BYTES):
+            writer.write(chunk)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+async def _serve(here: str, port: int, callers: set[str]) -> None:
+    forwarder = Forwarder((LOOPBACK, port), callers)
+    server = await forwarder.listen(here, port)
+    log.info("forwarder.listening", address=f"{here}:{port}", callers=sorted(callers))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with server:
+        await stop.wait()  # no deadline: it serves until it is told to stop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m services.cli.deploy.forwarder", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("port", type=int, help="the port, on the pod's loopback and on its other address")
+    port = parser.parse_args().port
+    configure("forwarder")
+    try:
+        here = address_of_node_0({})
+        asyncio.run(_serve(here, port, {here, *gateways(ROUTES.read_text())}))
+    except (OSError, MillraceError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
