@@ -57,11 +57,12 @@ quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw t
 run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
-# More workers than cores: tests wait for processes and deadlines more than they compute.
+# More workers than cores: tests wait for processes and deadlines more than they compute. Slow tests of one file share
+# runs, so they stay on one worker, and files with many of them come first.
 test: $(STAMP) ## set up and run every test
 	@rm -f $(UNEXERCISED)
 	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to $(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadgroup --not-exercised-to $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadfile --not-exercised-to $(UNEXERCISED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds

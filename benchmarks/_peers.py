@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,7 +282,11 @@ class ScriptedTrainer:
         welcome = await self.join()
         if welcome.newest_version < 0:
             await self.publish(0)
-        for step in range(max(welcome.newest_version, 0) + 1, num_steps + 1):
+        await self.train(range(max(welcome.newest_version, 0) + 1, num_steps + 1))
+
+    async def train(self, steps: Iterable[int]) -> None:
+        """Of a trainer that has joined: joined twice, it would be two that take each other's place without end."""
+        for step in steps:
             self.pulled[step] = await self.pull(step)
             began = time.time()
             if self.train_s:

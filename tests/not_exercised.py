@@ -30,7 +30,8 @@ def line(counts: Counts) -> str:
     for (name, add), number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         by_command.setdefault(add, []).append(f"{number} of {name}")
     parts = [f"{', '.join(found)} ({command})" for command, found in by_command.items()]
-    return f"not exercised: {sum(counts.values())} tests: {'; '.join(parts)}."
+    total = sum(counts.values())
+    return f"not exercised: {total} test{'s' if total > 1 else ''}: {'; '.join(parts)}."
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ from services.trainer.setup import build_step, open_checkpoints
 from services.trainer.sharding import Ranks
 from tests.e2e.conftest import REPOSITORY, Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]  # one run for all
+pytestmark = pytest.mark.slow
 
 STEPS = 4
 

@@ -31,16 +31,9 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
 ) -> None:
     run = TwoNodeRun(machines, tmp_path, *DELTAS, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
 
-    def join_from_node_1() -> None:
-        """Paused meanwhile: training would take the cores that node 1 starts on."""
-        run.ask("pause")
-        run.paste()
-        run.wait_for(lambda: run.is_member("a"), "the joining of a")
-        run.ask("resume")
-
     try:
         run.start()
-        join_from_node_1()
+        run.paste()
         run.wait_for_more("a", 8)
         assert run.trajectories()["b"], "node 0 plays too"
 
@@ -58,7 +51,7 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
         machines.node1.switch_off()
         goes_on_without_node_1()
         machines.switch_on_node1()
-        join_from_node_1()
+        run.paste()
         run.wait_for_more("a", 4)
 
         assert "training" in run.ask("status", "viewer")

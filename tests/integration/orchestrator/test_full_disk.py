@@ -56,7 +56,11 @@ async def training_on(
         async with asyncio.timeout(90):
             await trainer.run(3)
             rest: list[asyncio.Future[None]] = []
-            yield orchestrator, replica, lambda: rest.append(asyncio.ensure_future(trainer.run(num_steps)))
+            yield (
+                orchestrator,
+                replica,
+                lambda: rest.append(asyncio.ensure_future(trainer.train(range(4, num_steps + 1)))),
+            )
             await asyncio.gather(*rest)
             await trainer.stopped.wait()
             assert await orchestrator.wait() == 0

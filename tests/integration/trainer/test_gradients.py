@@ -81,10 +81,7 @@ def padded_gradients(case: Case) -> Gradients:
     return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(nodes, marks=pytest.mark.xdist_group(nodes)) for nodes in ("one node", "two nodes")],
-)
+@pytest.fixture(scope="module", params=["one node", "two nodes"])
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
     """Results of two real processes under torchrun with gloo, by name: of one torchrun, or of one each."""
     num_nodes = 1 if request.param == "one node" else 2

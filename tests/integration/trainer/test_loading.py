@@ -11,7 +11,7 @@ import pytest
 from tests.integration.trainer.launching import made_once, run_processes, start_ranks
 from tests.integration.trainer.loading_cases import MIB, make_models
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loading")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

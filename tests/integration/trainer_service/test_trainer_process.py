@@ -28,8 +28,6 @@ from tests.unit.trainer_service.building import POLICY, batch_of, recipe, save_m
 pytestmark = pytest.mark.slow
 
 Trainers = Callable[..., TrainerProcess]
-# Tests that share one run, on one worker.
-SHARED = pytest.mark.xdist_group("untouched trainer")
 
 
 async def run_to_the_end(orchestrator: FakeOrchestrator, trainer: TrainerProcess) -> dict[int, str]:
@@ -57,7 +55,6 @@ def snapshots_left(orchestrator: FakeOrchestrator) -> list[Path]:
     return [path for directory in DEFAULT_DIRECTORIES for path in directory.glob(f"*{orchestrator.run_id}*")]
 
 
-@SHARED
 async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
@@ -124,7 +121,6 @@ async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_
     assert ledgers[0] == ledgers[1]
 
 
-@SHARED
 async def test_replay_asks_an_orchestrator_and_compares(untouched: FakeOrchestrator) -> None:
     orchestrator = FakeOrchestrator(untouched.recipe, untouched.run_dir)
     orchestrator.ledger = dict(untouched.ledger)
@@ -165,7 +161,6 @@ async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
     assert orchestrator.pulls == [4, 5, 6]
 
 
-@SHARED
 async def test_a_checkpoint_of_another_model_is_refused_in_words(
     untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from services.envgateway.episodes import EpisodeManager
 from services.envgateway.servicer import EnvironmentServicer
 from services.envgateway.tools.registry import ToolBox
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # longer than any engine may take
 
 
 class NoRewards:
