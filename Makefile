@@ -6,31 +6,50 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 STAMP := $(VENV)/.installed-dev
+ENVS := $(VENV)/.installed-envs
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --build-constraint constraints.txt
 SGLANG := .venv-sglang
 SGLANG_CPU := services/inference/engine/sglang_cpu
 # One OpenMP thread per process: several small processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+UNEXERCISED := $(VENV)/.not-exercised
 RECIPE ?= recipes/quickstart
 SEED ?= 1
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(STAMP) ## make .venv with everything the project needs
+install: $(STAMP) ## make .venv with what the project and its tests need; no compiler
+
+install-envs: $(ENVS) ## add ALFWorld, TextWorld, WebShop's tagger and a redis-server (compiler, cmake)
 
 $(RUNTIME): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Millrace needs Python 3.11 or newer; name one with make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 15) else "Millrace needs Python 3.11 to 3.14; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
 	@# torch first, alone: then no other package pulls a build with CUDA.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[orchestrator,inference,trainer,envgateway,plot]'
+	$(PIP) torch
+	$(PIP) --editable '.[orchestrator,inference,trainer,envgateway,plot]'
 	@touch $@
 
 $(STAMP): $(RUNTIME)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
 	@touch $@
+
+$(ENVS): $(STAMP)
+	@command -v c++ >/dev/null || { echo "make install-envs needs a C++ compiler: apt-get install g++" >&2; exit 1; }
+	@# The build of ALFWorld's planner calls `python`, which a fresh Debian lacks.
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --editable '.[envs]'
+	@touch $@
+
+lock: ## resolve every version that make installs, newest first, into constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@# pip installs, setuptools and cmake build: no package requires them.
+	printf 'pip\nsetuptools\ncmake\n' | $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+		--extra dev --extra envs --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml -
+	rm -rf $(VENV)-lock
 
 quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw the reward curve
 	$(BIN)/millrace run recipes/quickstart --set run.seed=$(SEED) --json
@@ -38,13 +57,15 @@ quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw t
 run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
+# More workers than cores: tests wait for processes and deadlines more than they compute.
 test: $(STAMP) ## set up and run every test
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
-	@# One more than cores: these wait for processes more than they compute.
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 3
+	@rm -f $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadgroup --not-exercised-to $(UNEXERCISED)
+	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4
 
 test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
 	$(BIN)/python -m pytest -q -m recipes
@@ -78,8 +99,8 @@ format: $(STAMP) ## rewrite the code in the project's format
 protos: $(STAMP) ## compile the protos into services/common/pb
 	$(BIN)/python protos/generate.py
 
-bench: $(STAMP) ## run every benchmark briefly
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+bench: $(STAMP) ## run every benchmark briefly, one after another; those that failed are named at the end
+	@$(BIN)/python benchmarks/_run_all.py --quick
 
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -24,10 +24,12 @@ from aiohttp import web
 
 _JOBS = "jobs"
 _LIMIT_S = 10
+_ANSWER_S = 300  # as long as the caller waits; redis-py gives up sooner, which a batch on slow cores outlasts
 
 
 def work(redis_uri: str) -> None:
-    client = redis.Redis.from_url(redis_uri)
+    # It waits for work without a deadline, which redis-py would otherwise set: it is idle while other judges are measured.
+    client = redis.Redis.from_url(redis_uri, socket_timeout=None)
     while True:
         reply: Any = client.blpop([_JOBS], timeout=0)
         job = json.loads(reply[1])
@@ -51,7 +53,7 @@ def work(redis_uri: str) -> None:
 
 class Api:
     def __init__(self, redis_uri: str, num_workers: int) -> None:
-        self._redis = redis.asyncio.Redis.from_url(redis_uri)
+        self._redis = redis.asyncio.Redis.from_url(redis_uri, socket_timeout=_ANSWER_S)
         self._num_workers = num_workers
 
     def application(self) -> web.Application:

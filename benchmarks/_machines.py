@@ -5,7 +5,8 @@
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
 switched off loses all its processes at once, as by kill -9, and says goodbye to nobody. Each has its own loopback, its own
 /dev/shm (so that nobody takes it for the same host) and its own directory, which the other does not see. Needs root,
-and `ip`, `unshare` and `nsenter`. Shared by scripts of this folder and by tests; it measures nothing itself.
+`ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by tests; it
+measures nothing itself.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Machine:
         ]
         self._holder = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         deadline = time.monotonic() + START_S
-        while self._run("sh", "-c", "mountpoint -q /proc && ps -p 1 -o comm= | grep -q sleep").returncode != 0:
+        while self._run("sh", "-c", "mountpoint -q /proc && grep -q sleep /proc/1/comm").returncode != 0:
             assert time.monotonic() < deadline, f"{self.name} did not start"
             time.sleep(0.02)
         self.do("hostname", self.name)
@@ -138,9 +139,7 @@ class TwoMachines:
         for machine in machines:
             machine.directory.mkdir()
             for part in CHECKOUT:
-                shutil.copytree(
-                    ROOT / part, machine.checkout / part, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-                )
+                shutil.copytree(ROOT / part, machine.checkout / part)  # with what Python has compiled
         self._away.mkdir()
         self._write_ssh()
 

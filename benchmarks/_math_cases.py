@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-_SETS = {
+ROWS = {
     "math500": "math500/test.jsonl",
     "aime24": "aime24/test.jsonl",
     "aime25": "aime25/test.jsonl",
@@ -51,7 +51,7 @@ class Case:
 def rows(data: Path) -> list[tuple[str, str]]:
     """Data set and reference answer of every row."""
     found = []
-    for name, path in _SETS.items():
+    for name, path in ROWS.items():
         for line in (data / path).read_text().splitlines():
             answer = str(json.loads(line)["answer"]).strip()
             if answer:

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _cores import pin
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from _processes import ROOT, free_port, kill, orchestrator
 from _report import median_and_spread, report
@@ -44,10 +44,10 @@ WARM_UP_S = 3.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="at most a minute")
-    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
+    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share, if there are so many")
     options = parser.parse_args()
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # grpc's own tasks, when a replica's streams are closed
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    cores = pin(options.cores)
     seconds, repeats = (6.0, 1) if options.quick else (12.0, 4)
     ratios: dict[str, list[float]] = {way: [] for way in WAYS}
     rates: dict[str, tuple[list[float], list[float]]] = {way: ([], []) for way in WAYS}
@@ -79,7 +79,7 @@ def main() -> None:
         pinned={way: sum(bool(result["pinned"]) for result in results) for way, results in evaluated.items()},
         failed_samples=sum(result["num_failed"] for results in evaluated.values() for result in results),
         stand_in="trainers without work, rollouts are scripted",
-        cores=options.cores,
+        cores=cores,
         repeats=repeats,
     )
 

@@ -23,9 +23,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _needs import why_not
 from _report import report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -59,10 +61,10 @@ TESTED_ROWS = {  # rows that are about more than one slot, by their tests
 }
 
 
-def by_tests() -> dict[int, str]:
+def by_tests(rows: dict[int, tuple[str, str]]) -> dict[int, str]:
     """What is wrong with each of these rows; empty when its tests ran and passed."""
     told = {}
-    for row, (path, chosen) in TESTED_ROWS.items():
+    for row, (path, chosen) in rows.items():
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path, "-k", chosen]
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=300, check=False)
         last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
@@ -100,10 +102,10 @@ def _sleeper(seconds: float = 8.0) -> JudgeRequest:
     return JudgeRequest(code=code, tests=StdinTests(cases=(StdinCase(),)))
 
 
-async def one_by_one(pool: SandboxPool, world: World) -> dict[str, Any]:
+async def one_by_one(pool: SandboxPool, world: World, cases: Sequence[Bad]) -> dict[str, Any]:
     """Each bad input alone; a row passes when all of its forms do."""
     wrong: dict[int, list[str]] = {}
-    for case in ALL:
+    for case in cases:
         wrong.setdefault(case.number, [])
         told = case.wrong(await Judge(pool).judge(case.request_in(world))) or await _dirt(pool, str(case))
         if told:
@@ -117,8 +119,8 @@ async def one_by_one(pool: SandboxPool, world: World) -> dict[str, Any]:
     return {
         "cases": len(wrong),
         "passed": sum(not row for row in wrong.values()),
-        "inputs": len(ALL) + 2,
-        "inputs_passed": len(ALL) + 2 - len(failures),
+        "inputs": len(cases) + 2,
+        "inputs_passed": len(cases) + 2 - len(failures),
     }
 
 
@@ -130,7 +132,7 @@ async def _dirt(pool: SandboxPool, name: str) -> str:
     return ""
 
 
-async def mixed(pool: SandboxPool, world: World, seconds: float, seed: int) -> dict[str, Any]:
+async def mixed(pool: SandboxPool, world: World, cases: Sequence[Bad], seconds: float, seed: int) -> dict[str, Any]:
     """Honest and hostile jobs, twice as many as slots, until the time is up."""
     rng = random.Random(seed)
     end = time.monotonic() + seconds
@@ -140,7 +142,7 @@ async def mixed(pool: SandboxPool, world: World, seconds: float, seed: int) -> d
     async def feed(hostile: bool) -> None:
         while time.monotonic() < end:
             if hostile:
-                await _hostile(judge, rng.choice(ALL), world, count)
+                await _hostile(judge, rng.choice(cases), world, count)
             else:
                 request, verdict = rng.choice(HONEST_JOBS)
                 result = await judge.judge(request)
@@ -178,6 +180,7 @@ async def _hostile(judge: Judge, case: Bad, world: World, count: Counter[str]) -
 
 async def measure(seconds: float, seed: int) -> None:
     tiers: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
     with open_world() as world:
         for tier in _TIERS:
             try:
@@ -185,38 +188,44 @@ async def measure(seconds: float, seed: int) -> None:
                     CONFIG.model_copy(update={"tier": tier, "prewarm_scientific": True})
                 )
             except SandboxRefusedError as refusal:
-                print(f"tier {tier}: {refusal.message}")
-                tiers[tier] = {"skipped": refusal.message}
+                left_out[f"tier {tier}"] = refusal.message
                 continue
             try:
-                print(f"tier {tier}: {len(ALL)} bad inputs one by one")
-                alone = await one_by_one(pool, world)
+                cases = [case for case in ALL if pool.has_cpp or case.request.language != "cpp"]
+                if len(cases) < len(ALL):
+                    left_out[f"{len(ALL) - len(cases)} programs in C++"] = (
+                        why_not("C++ compiler") or "the sandbox does not see it"
+                    )
+                print(f"tier {tier}: {len(cases)} bad inputs one by one")
+                alone = await one_by_one(pool, world, cases)
             finally:
                 await pool.close()
             pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": tier, "num_slots": 4}))
             try:
                 print(f"tier {tier}: {seconds / len(_TIERS):g} s of everything at once")
-                together = await mixed(pool, world, seconds / len(_TIERS), seed)
+                together = await mixed(pool, world, cases, seconds / len(_TIERS), seed)
                 assert (await Judge(pool).judge(HONEST)).verdict is Verdict.OK
             finally:
                 await pool.close()
             tiers[tier] = {**alone, "mix": together}
-    told = by_tests()
+    if reason := why_not("redis-server"):
+        left_out["row 52"] = reason
+    told = by_tests({row: tests for row, tests in TESTED_ROWS.items() if reason is None or row != 52})
     for line in filter(None, told.values()):
         print("  ", line)
-    ran = [tier for tier in tiers.values() if "cases" in tier]
-    inputs, passed = (sum(tier[name] for tier in ran) for name in ("inputs", "inputs_passed"))
-    share = passed / inputs if inputs else 0.0
+    inputs, passed = (sum(tier[name] for tier in tiers.values()) for name in ("inputs", "inputs_passed"))
+    share = passed / inputs if inputs else None
     report(
         "judge_hostile",
         share,
         1.0,
         share,
         0.0,
-        cases=max((tier["cases"] for tier in ran), default=0) + len(told),
-        passed=min((tier["passed"] for tier in ran), default=0) + sum(not line for line in told.values()),
+        cases=max((tier["cases"] for tier in tiers.values()), default=0) + len(told),
+        passed=min((tier["passed"] for tier in tiers.values()), default=0) + sum(not line for line in told.values()),
         seed=seed,
         tiers=tiers,
+        left_out=left_out,
     )
 
 

@@ -13,7 +13,7 @@ Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
     sympy       a batch of programs that import sympy and print one of its numbers
     algebra     a batch of programs that import sympy and expand a square
 
-Every answer is checked. ``ours`` and ``theirs`` are jobs per second of the batch, ``ratio`` is the smallest of the ratios
+Every answer is checked. Four workers on fewer cores take turns, on both sides alike. ``ours`` and ``theirs`` are jobs per second of the batch, ``ratio`` is the smallest of the ratios
 on trivial programs; ``sympy_ratio`` and ``algebra_ratio`` stand beside it. Figures are medians of interleaved repeats.
 
 Then the lanes: p99 of an interactive call (POST /run) while nothing else runs, and while 10,000 batch jobs that sleep 50 ms
@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from _report import median_and_spread, report
+from _needs import why_not
+from _report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -171,7 +172,7 @@ async def lanes(arm: Arm, num_calls: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def measure(arguments: argparse.Namespace) -> None:
     repeats = 2 if arguments.quick else arguments.repeats
     seconds = 1.0 if arguments.quick else 2.0
     num_calls = 150 if arguments.quick else 400
@@ -217,7 +218,6 @@ async def main(arguments: argparse.Namespace) -> None:
         lanes=latencies,
         added_p99_ms=max(latency["added_p99_ms"] for latency in latencies.values()),
         num_workers=NUM_WORKERS,
-        cpus=os.cpu_count(),
     )
 
 
@@ -228,10 +228,18 @@ def _checkout(text: str) -> Path:
     return path
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="less than a minute")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each kind (default 5)")
     parser.add_argument("--peer", type=_checkout, default=os.environ.get("CODE_JUDGE_DIR") or None, metavar="DIR",
                         help="a checkout of code-judge (also CODE_JUDGE_DIR)")  # fmt: skip
-    asyncio.run(main(parser.parse_args()))
+    options = parser.parse_args()
+    if reason := why_not("redis-server"):
+        report_nothing("judge_throughput", reason)
+        return
+    asyncio.run(measure(options))
+
+
+if __name__ == "__main__":
+    main()

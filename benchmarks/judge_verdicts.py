@@ -23,7 +23,8 @@ import sys
 import time
 from pathlib import Path
 
-from _report import report
+from _needs import why_no_rows, why_not
+from _report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -73,9 +74,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the mutants")
     parser.add_argument("--mutants", type=int, default=1000, help="how many must be judged")
     arguments = parser.parse_args()
-    if arguments.data is None or not arguments.data.is_dir():
-        print("no rows: name their folder with --data or MILLRACE_DATA_ROOT")
-        report("judge_verdicts", 0.0, 1.0, 0.0, 0.0, skipped="no rows")
+    if reason := why_no_rows(arguments.data, rows.FILES) or why_not("isolating sandbox"):
+        report_nothing("judge_verdicts", reason)
         return
     asyncio.run(measure(arguments.data, 200 if arguments.quick else arguments.mutants, arguments.seed))
 

@@ -7,7 +7,7 @@
   may be called right.
 - Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one Math-Verify
   in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves them on), and each
-  repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load_before``, and ``cpu_ratio``,
+  repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load``, and ``cpu_ratio``,
   the CPU time of one Math-Verify over that of the pool, owner included, which says what is left of it on idle cores. ``throughput_ratio`` is ours / (workers x theirs).
 
 The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/, math_train/.
@@ -28,12 +28,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _math_cases import Case, completions, traps
-from _report import median_and_spread, report
+from _math_cases import ROWS, Case, completions, traps
+from _needs import why_no_rows
+from _report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.common.config.envgateway import MathRewardConfig
+from services.common.cores import num_cores
 from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
@@ -158,7 +160,6 @@ async def throughput(pool: MathPool, direct: Direct, cases: list[Case], repeats:
 async def measure(
     data: Path, num_cases: int, repeats: int, per_repeat: int, num_traps: int, workers: int, seed: int
 ) -> None:
-    load = os.getloadavg()[0]  # of whatever else runs here, which no ratio should be read without
     direct = Direct()
     pool = MathPool(MathRewardConfig(num_workers=workers))
     try:
@@ -182,8 +183,6 @@ async def measure(
         throughput_ratio=ratio,
         throughput_spread=spread,
         workers=workers,
-        cpus=os.cpu_count(),
-        load_before=load,
         sympy_cache=os.environ.get("SYMPY_USE_CACHE", "yes"),
         seed=seed,
         one_in_process=speed.pop("theirs"),
@@ -197,15 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: under a minute")
     parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="of the pool")
+    parser.add_argument("--workers", type=int, default=max(1, int(num_cores()) // 2), help="of the pool")
     parser.add_argument("--cases", type=int, default=6000, help="completions of the comparison")
     parser.add_argument("--per-repeat", type=int, default=2000, help="completions of each repeat of the timing")
     parser.add_argument("--sympy-cache", action="store_true", help="leave sympy's caches on")
     parser.add_argument("--seed", type=int, default=1, help="of the completions")
     arguments = parser.parse_args()
-    if arguments.data is None or not arguments.data.is_dir():
-        print("no rows: name their folder with --data or MILLRACE_DATA_ROOT")
-        report("math_reward", 0.0, 0.0, 0.0, 0.0, skipped="no rows")
+    if reason := why_no_rows(arguments.data, ROWS.values()):
+        report_nothing("math_reward", reason)
         return
     num_cases = min(arguments.cases, 600) if arguments.quick else arguments.cases
     per_repeat = min(arguments.per_repeat, 800) if arguments.quick else arguments.per_repeat

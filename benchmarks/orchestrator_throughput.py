@@ -29,6 +29,7 @@ from typing import Any
 
 import _polling
 import numpy as np
+from _cores import pin
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from _processes import ROOT, free_port, kill, orchestrator, spawn
 from _report import median_and_spread, report
@@ -46,7 +47,7 @@ WARM_UP = 1  # batches
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="at most a minute")
-    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
+    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share, if there are so many")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -54,7 +55,7 @@ def main() -> None:
     if options.role:
         _play(options.role, options.port, options.seed)
         return
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    cores = pin(options.cores)
     seconds, repeats, num_due = (4.0, 2, 80) if options.quick else (15.0, 5, 600)
     gaps = _gaps(num_due, options.seed)
     ours, theirs = [], []
@@ -78,7 +79,7 @@ def main() -> None:
         their_p50_ms=_percentile_ms(their_delays, 50),
         their_p99_ms=_percentile_ms(their_delays, 99),
         latency_rate=RATE,
-        cores=options.cores,
+        cores=cores,
         repeats=repeats,
         seed=options.seed,
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _cores import pin
 from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from _processes import ROOT, free_port, orchestrator, spawn
 from _processes import kill as kill_all
@@ -39,13 +39,13 @@ WARM_UP_S = 3.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="at most a minute")
-    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share")
+    parser.add_argument("--cores", type=int, default=2, help="cores that all processes share, if there are so many")
     parser.add_argument("--replica", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.replica:
         asyncio.run(_replica(*options.replica.split("/")))
         return
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    cores = pin(options.cores)
     seconds, repeats = (4.0, 1) if options.quick else (10.0, 3)
     ratios: dict[str, list[float]] = {policy: [] for policy in STEP_S}
     solo: dict[str, list[float]] = {policy: [] for policy in STEP_S}
@@ -76,7 +76,7 @@ def main() -> None:
         after_kill_worst=min(survivors),
         step_s=STEP_S,
         stand_in="trainers sleep, rollouts are scripted",
-        cores=options.cores,
+        cores=cores,
         repeats=repeats,
     )
 

@@ -40,6 +40,7 @@ from _weight_versions import POLICY, RUN
 
 from services.cli.keyring import Keyring
 from services.common.config.loading import save_resolved, validate
+from services.common.cores import num_cores
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc import limits
 from services.common.rpc.channel import channel
@@ -105,8 +106,8 @@ def main() -> None:
         rounds=rounds,
         weights_mib=mib,
         long_tokens=options.tokens,
-        load=os.getloadavg()[0]
-        / (os.cpu_count() or 1),  # of others too: beyond 1 no core is free to encrypt beside the rest
+        # Of others too: beyond 1 no core is free to encrypt beside the rest.
+        load_per_core_at_end=os.getloadavg()[0] / num_cores(),
     )
 
 

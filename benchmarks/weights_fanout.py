@@ -28,8 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from _needs import why_no_room
 from _receivers import Receiver
-from _report import report
+from _report import report, report_nothing
 from _slow_link import SlowLink
 from _weight_versions import POLICY, RUN, VersionMaker, model_specs
 
@@ -41,6 +42,7 @@ from services.orchestrator.fanout import Receiver as Wanting
 from services.trainer.publisher_process import PublisherProcess
 
 MIB = 1 << 20
+_COPIES = 8  # two publishers, each with three versions kept and one being written
 
 
 class Publisher:
@@ -130,6 +132,9 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     size, copy_s, repeats = (16 * MIB, 2.0, 1) if arguments.quick else (64 * MIB, 8.0, 3)
     size = sum(spec.size_bytes for spec in model_specs(size))  # whole layers
+    if reason := why_no_room(_COPIES * size):
+        report_nothing("weights_fanout", reason)
+        return
     rate = size / copy_s
     publisher = Publisher(size, arguments.seed, rate)
     receivers = [Receiver(rate) for _ in range(arguments.receivers)]

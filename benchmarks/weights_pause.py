@@ -1,7 +1,8 @@
 """What a new version costs generation: the pause of a swap, and tokens per second with a publish every second.
 
-A publisher process on a core of its own publishes a version with about 1% of the weights changed, every second. The torch
-engine generates all the while; its thread has a core of its own, fetching, verifying and the event loop have another.
+A publisher process publishes a version with about 1% of the weights changed, every second. The torch engine generates all
+the while; its thread has a core of its own, fetching, verifying and the event loop have another, the publisher a third. With
+two cores the publisher is on the second, with one core everything is on it: kept_share then holds what publishing takes.
 
 - pause: the gap between the ends of the two decoding steps around a swap (kept KV cache), against one decoding step plus a
   scatter of the same changes into the same tensors, measured in the same run.
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+from _cores import split
 from _report import median_and_spread, report
 from _weight_versions import POLICY, RUN, VersionMaker
 from _workload import MODELS
@@ -278,10 +280,7 @@ def time_scatter(replica: Replica, core: int) -> float:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        print("only one core: publisher and engine share it")
-    engine_core, other_core, publisher_core = cores[0], cores[min(1, len(cores) - 1)], cores[min(2, len(cores) - 1)]
+    [[engine_core], [other_core], [publisher_core]] = split(3, at_most=1)
     seconds, pairs = (4.0, 2) if arguments.quick else (10.0, 4)
     torch.set_num_threads(1)
     specs_model = build_model(arguments.seed)
@@ -347,6 +346,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "plain_share": (plain_rate - plain.thrown_away / seconds) / plain_without,  # of tokens that were of use
         "plain_pause_ms": 1e3 * statistics.median(plain_pauses),
         "plain_thrown_away": plain.thrown_away,
+        "cores": len({engine_core, other_core, publisher_core}),
     }
 
 

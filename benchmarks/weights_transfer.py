@@ -1,4 +1,4 @@
-"""How fast a weight version gets from a publisher to an engine that serves it; two processes on different cores.
+"""How fast a weight version gets from a publisher to an engine that serves it; two processes, on different cores where there are two.
 
 A synthetic model of 1 GiB in bf16, 1% changed from version to version (``_weight_versions.py``). Ours is the real thing:
 the publisher process, gRPC, the bulk plane, the updater, the mirror; the engine is a stand-in that holds torch tensors
@@ -17,7 +17,8 @@ transfer (mirror and engine in place), the bounds beside them are the decoded ch
 
     python benchmarks/weights_transfer.py [--quick] [--size-mib 1024] [--repeats 5] [--cores 0,1:2,3] [--seed 7]
 
-Needs about ten times the model in memory, half of it in /dev/shm.
+Each side has up to two cores of its own; on two cores one each, so the publisher's threads do not help there. Needs about
+ten times the model in memory, half of it in /dev/shm.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+from _cores import split
+from _needs import why_no_memory, why_no_room
 from _plain_sync import PlainReceiver, PlainSender, receive_into
-from _report import median_and_spread, report
+from _report import median_and_spread, report, report_nothing
 from _weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
 
 from services.common.config.policy import WeightsConfig
@@ -168,7 +171,7 @@ class Benchmark:
     """Publisher and plain sender on some cores, this process on others."""
 
     def __init__(self, arguments: argparse.Namespace, scratch: Path) -> None:
-        theirs, ours = ({int(core) for core in part.split(",")} for part in arguments.cores.split(":"))
+        theirs, ours = arguments.cores
         self.repeats = arguments.repeats
         self.versions = VersionMaker(model_specs(arguments.size_mib << 20), DEFAULT_DIRECTORIES[0], arguments.seed)
         self.publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0), run_dir=scratch)
@@ -291,6 +294,10 @@ def main() -> None:
     arguments = _parser().parse_args()
     if arguments.quick:
         arguments.size_mib, arguments.repeats = min(arguments.size_mib, 256), min(arguments.repeats, 3)
+    size_bytes = arguments.size_mib << 20
+    if reason := why_no_memory(10 * size_bytes) or why_no_room(5 * size_bytes):
+        report_nothing("weights_transfer", f"{reason}; a smaller model is --size-mib")
+        return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
@@ -304,11 +311,13 @@ def main() -> None:
 
 def _print(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     times = benchmark.times
+    publisher_cores, receiver_cores = arguments.cores
     size = benchmark.versions.size_bytes
     control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     print(
         f"{size / (1 << 20):.0f} MiB of bf16{' (--quick)' if arguments.quick else ''}, {DENSITY:.0%} changed, "
-        f"{benchmark.repeats} repeats, cores publisher:receiver {arguments.cores}, TCP congestion control {control}"
+        f"{benchmark.repeats} repeats, cores of publisher {publisher_cores} and receiver {receiver_cores}, "
+        f"TCP congestion control {control}"
     )
     for arm, seconds in times.by_arm.items():
         middle, spread = median_and_spread(seconds)
@@ -330,7 +339,9 @@ def _print(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
         congestion_control=control,
         size_bytes=size,
         repeats=benchmark.repeats,
-        cores=arguments.cores,
+        cores=len({*publisher_cores, *receiver_cores}),
+        publisher_cores=publisher_cores,
+        receiver_cores=receiver_cores,
         quick=arguments.quick,
         medians_s={arm: times.median(arm) for arm in times.by_arm},
         spreads={arm: times.spread(arm) for arm in times.by_arm},
@@ -342,12 +353,27 @@ def _facts(facts: dict[str, float]) -> dict[str, Any]:
     return {name: int(value) if name.endswith(("bytes", "bound")) else value for name, value in facts.items()}
 
 
+def sides(text: str) -> list[list[int]]:
+    """Cores of the publisher and of the receiver."""
+    mine = {str(core) for core in os.sched_getaffinity(0)}
+    lists = [side.split(",") for side in text.split(":")]
+    if len(lists) != 2 or not all(mine.issuperset(side) for side in lists):
+        there = ", ".join(sorted(mine, key=int))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be two lists such as 0:1; the cores of this process are {there}"
+        )
+    return [[int(core) for core in side] for side in lists]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="256 MiB and three repeats: less than a minute")
     parser.add_argument("--size-mib", type=int, default=1024, help="bytes of the model")
     parser.add_argument("--repeats", type=int, default=5, help="of every arm")
-    parser.add_argument("--cores", default="0,1:2,3", help="of the publisher, and of the receiver")
+    parser.add_argument(
+        "--cores", type=sides, default=split(2, at_most=2), metavar="0,1:2,3",
+        help="of the publisher, and of the receiver; left out, two each, or half of what there is",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=7, help="of weights and changes")
     return parser
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Start all of a recipe that belongs to this node and follow it to its end: recipes/run.sh RECIPE [--set a.b=c ...] [--profile tiny]
+#   [--resume auto]. Started again, a recipe with run.resume: auto, or with --resume auto, goes on with its newest run.
 # A recipe over two nodes is started on node 0; the command for the other node is then printed.
 # Variables: INFERENCE_GPUS, INFERENCE_A_GPUS, INFERENCE_B_GPUS, TRAINER_GPUS, TRAINER_MODEL0_GPUS, TRAINER_MODEL1_GPUS (numbers
 #   with commas; the recipe's), ORCHESTRATOR_PORT (50050), ENVGATEWAY_PORT (50080), INFERENCE_A_PORT (50061), INFERENCE_B_PORT

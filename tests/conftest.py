@@ -11,6 +11,9 @@ import pytest
 import structlog
 
 from services.common import logs
+from tests import needs
+
+pytest_plugins = ["tests.not_exercised"]
 
 # No deadline: timings never decide a test. No database: a failure prints how to repeat it.
 hypothesis.settings.register_profile("millrace", deadline=None, database=None, derandomize=True, max_examples=100)
@@ -29,10 +32,8 @@ def fresh_logs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def data_root() -> Path:
     """The folder of real rows, named by MILLRACE_DATA_ROOT; tests that want them are skipped without it."""
-    root = os.environ.get("MILLRACE_DATA_ROOT")
-    if not root or not Path(root).is_dir():
-        pytest.skip("MILLRACE_DATA_ROOT names no folder of datasets")
-    return Path(root)
+    needs.check("data root")
+    return Path(os.environ["MILLRACE_DATA_ROOT"])
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +45,5 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
     """The interpreter that has SGLang; engines find it by the variable themselves."""
-    python = os.environ.get("MILLRACE_SGLANG_PYTHON")
-    if not python:
-        pytest.skip("MILLRACE_SGLANG_PYTHON names no interpreter that has SGLang: make test-sglang")
-    return python
+    needs.check("SGLang")
+    return os.environ["MILLRACE_SGLANG_PYTHON"]

@@ -8,6 +8,7 @@ it fits into the GPUs. What this machine must have besides, to run it, is ``laun
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -18,21 +19,29 @@ from services.cli.launch_checks import launch_problems
 from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
-from services.common.config.data import DatasetConfig
+from services.cli.world_checks import index_problems
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
 from services.common.importing import load_object
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raises ``ConfigError`` with one line per problem: what is wrong, where, and what to write."""
-    _refuse(recipe, [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *_named_problems(recipe)])
+def check_recipe(recipe: Recipe) -> list[str]:
+    """What is worth knowing of data that is here: rows that are left out, a line for each dataset.
+
+    Raises:
+        ConfigError: one line per problem: what is wrong, where, and what to write.
+    """
+    left_out: list[str] = []
+    named = _named_problems(recipe, left_out)
+    found = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *index_problems(recipe)]
+    _refuse(recipe, [*found, *named])
+    return left_out
 
 
 def check_named(recipe: Recipe) -> None:
     """Of ``check_recipe`` the data, the workflow with its settings, and the starting checkpoints' functions: what `millrace run`
     would else find out when processes run, minutes later."""
-    _refuse(recipe, _named_problems(recipe))
+    _refuse(recipe, _named_problems(recipe, []))
 
 
 def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
@@ -41,11 +50,11 @@ def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
 
 
-def _named_problems(recipe: Recipe) -> list[str]:
+def _named_problems(recipe: Recipe, left_out: list[str]) -> list[str]:
+    """The problems; what is left out of datasets is added to ``left_out``."""
     problems = []
     checks: list[Callable[[], object]] = [
-        lambda: _check_data("data.train", recipe.data.train),
-        lambda: _check_evaluation_data(recipe),
+        *(partial(_check_data, recipe, where, left_out) for where in recipe.data.sections()),
         lambda: _check_workflow(recipe),
         lambda: _check_warm_start(recipe),
     ]
@@ -57,8 +66,8 @@ def _named_problems(recipe: Recipe) -> list[str]:
     return problems
 
 
-def describe(recipe: Recipe) -> RenderableType:
-    """What would be started, and on what."""
+def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
+    """What would be started, and on what; ``left_out``: what ``check_recipe`` found."""
     processes = Table(box=None, header_style="dim")
     for column in ("process", "node", "address", "GPUs", "command"):
         processes.add_column(column, overflow="fold", no_wrap=column != "command")
@@ -88,7 +97,7 @@ def describe(recipe: Recipe) -> RenderableType:
     verdict = f"is valid ({steps}), and cannot be run here yet:" if lacking else f"is ready to run: {steps}"
     return Group(
         Text(f"{recipe.name} {verdict}", style="bold green"),
-        *(Text(f"  {problem}", style="yellow") for problem in lacking),
+        *(Text(f"  {problem}", style="yellow") for problem in (*lacking, *left_out)),
         policies,
         *_memory(recipe),
         processes,
@@ -115,18 +124,8 @@ def _memory(recipe: Recipe) -> list[RenderableType]:
     return [table]
 
 
-def _check_evaluation_data(recipe: Recipe) -> None:
-    problems = []
-    for name, config in recipe.data.evaluation.items():
-        try:
-            _check_data(f"data.evaluation.{name}", config)
-        except MillraceError as error:
-            problems.append(error.message)
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _check_data(where: str, config: DatasetConfig) -> None:
+def _check_data(recipe: Recipe, where: str, left_out: list[str]) -> None:
+    config = recipe.data.sections()[where]
     if config.generator is None and config.path is not None and not Path(config.path).exists():
         if Path(config.path).suffix in (".jsonl", ".json", ".ndjson", ".parquet") or config.path.startswith(("/", ".")):
             raise ConfigError(
@@ -135,6 +134,7 @@ def _check_data(where: str, config: DatasetConfig) -> None:
         return  # a hub name: fetched on first use
     from services.orchestrator.catalogue import is_fetched, must_be_fetched_by_hand
     from services.orchestrator.datasets import open_source
+    from services.orchestrator.requirements import requirement
 
     try:
         if config.name is not None:
@@ -142,11 +142,14 @@ def _check_data(where: str, config: DatasetConfig) -> None:
                 return  # what a machine lacks is no fault of the recipe: told by `describe`, refused by `run`
             if is_fetched(config.name):
                 return  # on first use
-        tasks = open_source(config, config.seed)
+        tasks = open_source(config, config.seed, requirement(recipe, where))
     except MillraceError as error:
         raise ConfigError(f"{where}: {error.message}") from None
-    if not len(tasks):
-        raise ConfigError(f"{where}: the dataset has no rows")
+    if tasks.left_out.count:
+        left_out.append(
+            f"{where}: {tasks.left_out.count} of {len(tasks) + tasks.left_out.count} rows cannot be used and are left out: "
+            f"{tasks.left_out}"
+        )
 
 
 def _check_workflow(recipe: Recipe) -> None:

@@ -24,4 +24,7 @@ def rstar2(
     from services.orchestrator.process_train_dataset import process_train_dataset
 
     done = process_train_dataset(inputs, output)
-    typer.echo(f"{output}: {done.num_rows} rows, {done.num_left_out} without an answer left out")
+    typer.echo(f"{output}: {done.num_rows} rows")
+    for name, left_out in done.left_out.items():
+        if left_out.count:
+            typer.echo(f"{name}: {left_out.count} rows left out: {left_out}")

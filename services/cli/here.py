@@ -81,17 +81,18 @@ def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
 
 
 def _shop(own: str | None, root: str | None, worlds: Path) -> tuple[dict[str, Any], int]:
-    """The gateway's section, and how many tasks there are at least."""
+    """The gateway's section, and how many tasks there are at least. Every word counts as a noun, so no tagger's
+    model is needed."""
     from services.envgateway.envs.webshop.make import write_catalogue
 
     if own is not None and Path(own).is_dir():
-        return {}, 64
+        return {"tagger": "words"}, 64
     kept = Path(root or "", "webshop_made")
     if root and kept.is_dir():
         goals = kept / "oracle-goals.json"
-        return {"data": str(kept), "goals": str(goals) if goals.is_file() else None}, 64
+        return {"data": str(kept), "goals": str(goals) if goals.is_file() else None, "tagger": "words"}, 64
     made = _written_once(worlds / "webshop-catalogue", lambda folder: write_catalogue(folder, 48, 1))
-    return {"data": str(made), "goals": None}, 48
+    return {"data": str(made), "goals": None, "tagger": "words"}, 48
 
 
 def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:

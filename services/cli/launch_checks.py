@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from services.cli.gpus_here import gpu_problems, gpus_here
 from services.cli.memory_estimate import misfits
 from services.cli.model_files import model_problems
+from services.cli.world_checks import index_problems, world_problems
 from services.common.config.data import DatasetConfig
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, MillraceError
+from services.common.errors import ConfigError
 
 _ASK_TIMEOUT_S = 30.0  # for another interpreter
 
 
 def check_launch(recipe: Recipe) -> None:
     """Raises ``ConfigError`` with one line per problem: what is missing and how to get it."""
-    problems = [*misfits(recipe), *model_problems(recipe), *launch_problems(recipe)]
+    problems = [*misfits(recipe), *model_problems(recipe), *index_problems(recipe), *launch_problems(recipe)]
     if problems:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
@@ -34,8 +35,14 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *missing_data(recipe),
         *gpu_problems(recipe, gpus_here()),
         *_missing_packages(recipe),
-        *_missing_worlds(recipe),
+        *(world_problems(recipe) if recipe.envgateway and recipe.envgateway.node == 0 else ()),
     ]
+
+
+def check_worlds(recipe: Recipe) -> None:
+    """Raises ``ConfigError`` for a world that the gateway, which is about to start here, would miss at the first episode."""
+    if problems := [*index_problems(recipe), *world_problems(recipe)]:
+        raise ConfigError(f"the environment gateway of {recipe.name} cannot start:\n" + "\n".join(problems))
 
 
 def missing_data(recipe: Recipe) -> list[str]:
@@ -87,36 +94,3 @@ def _has_sglang(python: str) -> bool:
         return subprocess.run(asked, check=False, capture_output=True, timeout=_ASK_TIMEOUT_S).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
-
-
-def _missing_worlds(recipe: Recipe) -> list[str]:
-    """Environments of the workflow whose data or engine the gateway would miss at the first episode."""
-    environment = recipe.workflow.settings.get("environment")
-    if recipe.envgateway is None or environment is None or environment in recipe.envgateway.environments:
-        return []
-    from services.envgateway.envs.alfworld.world import AlfworldWorld
-    from services.envgateway.envs.worlds import make_worlds
-
-    try:
-        world = make_worlds(recipe.envgateway).get(environment)
-        if isinstance(world, AlfworldWorld):
-            return _places_without_a_game(recipe, len(world.games))
-    except MillraceError as error:
-        return [error.message]
-    return [f"{environment} (workflow.settings.environment): {world}"] if isinstance(world, str) else []
-
-
-def _places_without_a_game(recipe: Recipe, num_games: int) -> list[str]:
-    """Datasets of places that reach beyond the list of games here."""
-    from services.orchestrator.catalogue import known
-
-    problems = []
-    for where, name in _named_datasets(recipe):
-        places = known(name).indices
-        if places is not None and places[-1] >= num_games:
-            problems.append(
-                f"{where}.name: {name} has the places {places[0]} to {places[-1]}, but there are {num_games} games below "
-                f"envgateway.alfworld.data: name the list that these places count in with envgateway.alfworld.games, or "
-                f'a file of rows {{"index": n}} with {where}.path'
-            )
-    return problems

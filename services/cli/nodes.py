@@ -3,7 +3,9 @@
     node 0   binds its own address, not loopback, wherever another node dials in: orchestrator, gateway, publishers, replicas
     node N   gets a bundle from node 0 (the resolved recipe and its keys) and dials node 0 over TLS
 
-Nobody has to dial into node N. With ``NODE_HOST`` its processes listen at its address, so that others fetch weights there.
+Nobody has to dial into node N unless the environment gateway is there (``envgateway.node``), which listens at the address
+with which it reaches node 0 and tells the orchestrator. With ``NODE_HOST`` all processes of a node listen at that address, so
+that others fetch weights there.
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ from services.common.loopback import is_loopback
 HOST_VARIABLE = "ORCHESTRATOR_HOST_EXTERNAL"
 NODE_HOST = "NODE_HOST"
 BUNDLES = "nodes"  # in the run directory: what each other node gets
-SCRIPTS = {"inference-a": "deploy/launch/1_inference_a.sh", "inference-b": "deploy/launch/1_inference_b.sh"}
-_NOWHERE = ("192.0.2.1", 9)  # an address of documentation: nothing is sent there
+SCRIPTS = {
+    "envgateway": "deploy/launch/0_environment.sh",
+    "inference-a": "deploy/launch/1_inference_a.sh",
+    "inference-b": "deploy/launch/1_inference_b.sh",
+}
+_NOWHERE = "192.0.2.1"  # an address of documentation
+_DISCARD = 9  # any port: nothing is sent there
 
 
 def other_nodes(recipe: Recipe) -> list[int]:
@@ -47,7 +54,7 @@ def with_addresses(recipe: Recipe, environment: Mapping[str, str] = os.environ) 
     here = address_of_node_0(environment)
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
-    sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [tree["envgateway"]] if recipe.envgateway and recipe.envgateway.node == 0 else []
     sections += [policy["weights"] for policy in tree["policies"].values()]
     for section in sections:
         if is_loopback(section["host"]):
@@ -160,6 +167,26 @@ def listening_host(environment: Mapping[str, str] = os.environ) -> str:
     return own
 
 
+def gateway_host(node_0: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Where the gateway of another node listens, for all who play: at the address in NODE_HOST, else at the one with which
+    this machine reaches node 0.
+
+    Raises:
+        ConfigError: it is no address of this machine, or there is no way to node 0.
+    """
+    if environment.get(NODE_HOST):
+        return listening_host(environment)
+    for place in _addresses(node_0):
+        if is_loopback(place):
+            return LOOPBACK
+        if (own := _own_address(place)) is not None:
+            return own
+    raise ConfigError(
+        f"envgateway runs here, and others must reach it, but this machine has no address on the way to {node_0}: set "
+        f"{NODE_HOST} to the name or address of this machine that they reach"
+    )
+
+
 def require_port(where: str, port: int) -> None:
     """Raises ``ConfigError`` for a free port in a split launch."""
     if port == 0:
@@ -180,9 +207,14 @@ def _addresses(name: str) -> list[str]:
 
 
 def _outward_address() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    return _own_address(_NOWHERE)
+
+
+def _own_address(place: str) -> str | None:
+    """This machine's address on the way to another one; None where there is no way. Nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in place else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_NOWHERE)
+            probe.connect((place, _DISCARD))
         except OSError:
             return None
         address = str(probe.getsockname()[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.free_ports import LOOPBACK, free_ports, is_free
 from services.common.hosts import address, is_here
@@ -24,7 +25,8 @@ class ProcessSpec:
 
 
 def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
-    """Every process of the run on one node, orchestrator first. Other nodes have inference services and shares of trainers.
+    """Every process of the run on one node, orchestrator first. Other nodes have inference services, shares of trainers, and
+    the gateway where the recipe says so.
 
     Start-up order does not matter: each waits for what it needs.
     """
@@ -39,18 +41,24 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
         for policy, section in (recipe.policies.items() if recipe.run.steps else ())  # without steps it only evaluates
         if node in section.trainer.nodes
     ]
-    if node != 0:
-        return [*services, *trainers]
-    specs = [_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir))]
-    if recipe.envgateway is not None:
-        gateway = address(recipe.envgateway.host, recipe.envgateway.port)
-        specs.append(_spec("envgateway", gateway, "services.envgateway", "--run-dir", str(run_dir)))
+    specs = []
+    if node == 0:
+        specs.append(_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir)))
+    if recipe.envgateway is not None and recipe.envgateway.node == node:
+        specs.append(gateway_process(recipe.envgateway, run_dir, "--orchestrator", orchestrator))
     return [*specs, *services, *trainers]
 
 
 def orchestrator_address(recipe: Recipe) -> str:
     """Where node 0 itself finds the orchestrator."""
     return address(recipe.orchestrator.host, recipe.orchestrator.port)
+
+
+def gateway_process(gateway: EnvGatewayConfig, run_dir: Path, *more: str, host: str | None = None) -> ProcessSpec:
+    """The environment gateway with the settings in ``run_dir``; ``host`` is a bind address other than the recipe's."""
+    own = () if host is None else ("--host", host)
+    where = address(host or gateway.host, gateway.port)
+    return _spec("envgateway", where, "services.envgateway", "--run-dir", str(run_dir), *own, *more)
 
 
 def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
@@ -126,7 +134,7 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     """
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
-    sections += [tree["envgateway"]] if tree["envgateway"] else []
+    sections += [tree["envgateway"]] if recipe.envgateway and recipe.envgateway.node == 0 else []
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
     open_sections = [section for section in sections if section["port"] == 0]
     hosts = sorted({LOOPBACK, *(section["host"] for section in sections if "host" in section)})
@@ -143,6 +151,7 @@ def ports_in_use(recipe: Recipe) -> list[str]:
         if service.node != 0
         for port in ("port", "endpoint.port")
     }
+    elsewhere |= {"envgateway.port"} if recipe.envgateway and recipe.envgateway.node != 0 else set()
     hosts = recipe.hosts
     problems = []
     for where, port in recipe.ports():

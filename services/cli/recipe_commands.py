@@ -22,36 +22,52 @@ def run(
     set_: SetOption = None,
     profile: ProfileOption = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run directory instead of starting a new run.")
+        str | None,
+        typer.Option(
+            metavar="RUN|auto",
+            help="Go on with this run directory instead of starting a new run; with `auto` and a recipe, with the newest run of "
+            "that recipe that has not ended, else start a new one.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start a recipe's processes on this node, wait on their health, and show the run until it ends.
 
-    Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood.
+    Ctrl-C stops exactly what was started; `--resume RUN` goes on where it stood, and so does `RECIPE --resume auto`, or the
+    recipe's setting `run.resume: auto`.
     """
     from services.cli.check import check_named
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
+    from services.cli.resume import AUTO, choose
     from services.cli.run import headline
     from services.cli.run import run as run_recipe
     from services.cli.run_directory import prepare, reopen
     from services.cli.time_table import time_table
     from services.common.errors import ConfigError
 
-    if (recipe is None) == (resume is None):
-        raise ConfigError("name a recipe to start a run, or --resume RUN to go on with one; not both")
-    if resume is not None:
+    if (recipe is None) != (resume not in (None, AUTO)):
+        raise ConfigError(
+            "name a recipe to start a run (with --resume auto to go on with its newest one that has not ended), or --resume RUN "
+            "to go on with one; not both"
+        )
+    if recipe is None:
         if set_ or profile:
             raise ConfigError(
                 "a run that goes on keeps its recipe: leave out --set and --profile, or start another run"
             )
-        resolved, run_dir = reopen(resume)
+        resolved, run_dir = reopen(Path(str(resume)), console)
     else:
-        loaded = load_with_profile(Path(str(recipe)), set_ or (), profile)
-        check_launch(loaded)
-        check_named(loaded)
-        resolved, run_dir = prepare(loaded)
+        loaded = load_with_profile(recipe, set_ or (), profile)
+        choice = choose(loaded, asked=resume == AUTO)
+        if choice.told:
+            console.print(choice.told, highlight=False, soft_wrap=True, markup=False)
+        if choice.run_dir is not None:
+            resolved, run_dir = reopen(choice.run_dir, console)
+        else:
+            check_launch(loaded)
+            check_named(loaded)
+            resolved, run_dir = prepare(loaded)
     console.print(
         f"[bold]{resolved.name}[/bold]: {resolved.description}\nrun directory: {run_dir}",
         highlight=False,
@@ -81,7 +97,7 @@ def check(
     from services.cli.profiles import load_with_profile
 
     resolved = load_with_profile(recipe, set_ or (), profile)
-    check_recipe(resolved)
+    left_out = check_recipe(resolved)
     if show:
         import yaml
 
@@ -90,7 +106,7 @@ def check(
         typer.echo(
             yaml.safe_dump(without_passwords(resolved.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
         )
-    console.print(describe(resolved))
+    console.print(describe(resolved, left_out))
 
 
 @recipe_app.command("eval")
@@ -174,6 +190,10 @@ def start(
         Path | None,
         typer.Option(envvar="RUN_DIR", help="The run's directory; left out, RUNS/RECIPE of the orchestrator."),
     ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option("--alone", help="With envgateway: serve its environments without a run, until it is stopped."),
+    ] = False,
 ) -> None:
     """Start one process of a recipe and stay until it ends: for split launches, and for other nodes.
 
@@ -184,7 +204,7 @@ def start(
     from services.cli.profiles import load_with_profile
     from services.cli.start import start as start_process
 
-    start_process(load_with_profile(recipe, set_ or (), profile), process, run_dir, console)
+    start_process(load_with_profile(recipe, set_ or (), profile), process, run_dir, console, alone=alone)
 
 
 @recipe_app.command()

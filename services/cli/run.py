@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Collection
@@ -32,11 +33,13 @@ from services.cli.plan import (
 from services.cli.processes import Processes, children_cpu_seconds
 from services.cli.progress_view import ProgressView, StallsTold
 from services.cli.rows import Row, read_rows
-from services.cli.run_state import SUMMARY, ended
+from services.cli.run_directory import launcher_lock
+from services.cli.run_state import SUMMARY, check_can_go_on, ended
 from services.cli.signals import StopSignal
 from services.cli.silence import Silence
 from services.cli.starting import StallsAtStart
 from services.common.config.recipe import Recipe
+from services.common.cores import num_cores
 from services.common.errors import InfrastructureError
 from services.common.logs import configure
 
@@ -62,15 +65,22 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
 
     When node 0 is up, the commands for other nodes are printed.
 
-    Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed.
+    Raises ``InfrastructureError`` or ``DeadlineError`` with the last words of the process that failed, and ``ConfigError``
+    when another launcher has the run, or has brought it to its end.
     """
+    with launcher_lock(run_dir):
+        check_can_go_on(run_dir)  # another launcher may have had it until now
+        return _run(recipe, run_dir, console)
+
+
+def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     configure(service="launcher", run_dir=run_dir)
     keys = keys_of(recipe, run_dir)
     renew_in_time(keys)
     if keys is not None:
         write_bundles(recipe, run_dir, keys)
     check_dates(operate(keys))
-    begun = time.monotonic()
+    begun, machine = time.monotonic(), {"cores": num_cores(), "load": round(os.getloadavg()[0], 2)}
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
@@ -89,7 +99,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         processes.stop()
         _sweep(run_dir)
     seconds = time.monotonic() - begun
-    summary = _summary(run_dir, seconds)
+    summary = _summary(run_dir, {"seconds": round(seconds, 1), **machine})
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
 
 
@@ -195,7 +205,8 @@ def _keep_keys(recipe: Recipe, run_dir: Path, keys: Path | None, client: Orchest
 
 
 def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
-    """Trainers export and leave, replicas drain and leave, on the orchestrator's word; the gateway stays for ``stop``."""
+    """Trainers export and leave, replicas drain and leave, on the orchestrator's word. The gateway, which leaves when the
+    orchestrator does, is not waited for."""
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
         leaving = {name for name in processes.pids() if name.startswith(("trainer-", "inference-"))}
@@ -216,12 +227,13 @@ def _write_pids(run_dir: Path, processes: Processes) -> None:
     (run_dir / "pids.json").write_text(json.dumps(processes.pids(), indent=1))
 
 
-def _summary(run_dir: Path, seconds: float) -> dict[str, Any]:
+def _summary(run_dir: Path, launched: dict[str, float]) -> dict[str, Any]:
+    """What the orchestrator says, and what the launcher knows: seconds, cores, the load when it began."""
     path = run_dir / SUMMARY
     if not path.exists():
         raise InfrastructureError(f"the orchestrator left no {path}; see {run_dir / 'logs'}")
     summary: dict[str, Any] = json.loads(path.read_text())
-    summary["seconds"] = round(seconds, 1)
+    summary |= launched
     summary["cpu_seconds"] = round(children_cpu_seconds(), 1)
     path.write_text(json.dumps(summary, indent=1))
     return summary
@@ -237,7 +249,7 @@ def headline(summary: dict[str, Any]) -> dict[str, Any]:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
             if len(result["roles"]) > 1:
                 flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
-    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds"):
+    for key in ("overlap_share", "max_staleness", "seconds", "cpu_seconds", "cores", "load"):
         value = summary.get(key)
         flat[key] = round(value, 4) if isinstance(value, float) else value
     return flat

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+
+from rich.console import Console
 
 from services.cli.launch_keys import operate
 from services.cli.nodes import with_addresses
@@ -13,7 +16,11 @@ from services.common.config.loading import RESOLVED, load_resolved, save_resolve
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE
+from services.orchestrator.config import Settings
+from services.orchestrator.lock import RunLock
 
+RELEASE_S = 5.0  # beyond launch.stop_grace_s: for the processes of a launch that is ending
+_LOOK_S = 0.2
 _NAMES = 100  # tried for a run that has none
 
 
@@ -76,13 +83,51 @@ def _claim(recipe: Recipe) -> Path | None:
     return run_dir
 
 
-def reopen(run_dir: Path) -> tuple[Recipe, Path]:
-    """The resolved recipe of a run that is to go on. Raises ``ConfigError`` for one that is over, or whose ports are held."""
+def reopen(run_dir: Path, console: Console | None = None, wait_s: float | None = None) -> tuple[Recipe, Path]:
+    """The resolved recipe of a run that is to go on.
+
+    Processes of the launch before may still be ending: they are waited for, ``launch.stop_grace_s`` and ``RELEASE_S`` unless
+    ``wait_s`` says otherwise, because a launcher gives them as long.
+
+    Raises ``ConfigError`` for one that is over, or whose launcher, orchestrator or ports are still there then.
+    """
     recipe = load_resolved(run_dir)
     check_can_go_on(run_dir)
-    if taken := ports_in_use(recipe):
-        held = [line.partition(";")[0] for line in taken]  # it keeps its ports, so other ones are no advice
-        raise ConfigError(
-            "\n".join([*held, f"is the run still going? (millrace watch {run_dir}) Else stop what holds its ports"])
-        )
+    limit_s = recipe.launch.stop_grace_s + RELEASE_S if wait_s is None else wait_s
+    deadline = time.monotonic() + limit_s
+    told = False
+    while held := _held(recipe, run_dir):
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                "\n".join(
+                    [
+                        *held,
+                        f"is the run still going? (millrace watch {run_dir}) Else stop what holds its directory and ports",
+                    ]
+                )
+            )
+        if console is not None and not told:
+            console.print(
+                f"waiting up to {limit_s:.0f} s for the launch before to end: {'; '.join(held)}",
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
+            told = True
+        time.sleep(_LOOK_S)
+    check_can_go_on(run_dir)  # it may have ended meanwhile
     return recipe, run_dir.resolve()
+
+
+def launcher_lock(run_dir: Path) -> RunLock:
+    """Held by `millrace run` as long as it has processes of this run."""
+    return RunLock(run_dir / "launcher.lock", "launcher")
+
+
+def _held(recipe: Recipe, run_dir: Path) -> list[str]:
+    """What an earlier launch of a run still has, a line each."""
+    # The orchestrator's is not touched while a launcher may be starting one: a look holds the lock for an instant.
+    holder = launcher_lock(run_dir).held_by() or RunLock(Settings(run_dir).lock_file).held_by()
+    held = [f"{run_dir} is in use ({holder})"] if holder else []
+    # It keeps its ports, so other ones are no advice.
+    return held + [line.partition(";")[0] for line in ports_in_use(recipe)]

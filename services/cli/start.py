@@ -17,18 +17,19 @@ from rich.console import Console
 
 from services.cli.errors import Interrupted
 from services.cli.first_contact import wait_for_orchestrator
-from services.cli.launch_checks import missing_data
-from services.cli.launch_keys import act_as, keys_of, renew_in_time, with_keys
+from services.cli.launch_checks import check_worlds, missing_data
+from services.cli.launch_keys import act_as, keys_of, keys_there, renew_in_time, with_keys
 from services.cli.node_bundles import keys_of_process, write_bundles
 from services.cli.nodes import (
     bundle_there,
     commands_for_other_nodes,
+    gateway_host,
     host_of_node_0,
     listening_host,
     require_port,
     with_addresses,
 )
-from services.cli.plan import ProcessSpec, inference_process, plan, trainer_name, trainer_process
+from services.cli.plan import ProcessSpec, gateway_process, inference_process, plan, trainer_name, trainer_process
 from services.cli.processes import Processes
 from services.cli.run import warm_start
 from services.cli.signals import StopSignal
@@ -40,6 +41,7 @@ from services.common.hosts import address, is_here
 from services.common.logs import configure
 
 WARM_START = "warm-start"
+ENVIRONMENTS = "environments"  # below a run's directory: settings and logs of a gateway without a run
 WORLDS = "worlds"
 POLL_S = 0.5
 
@@ -60,14 +62,19 @@ def start(
     run_dir: Path | None,
     console: Console,
     environment: Mapping[str, str] = os.environ,
+    *,
+    alone: bool = False,
 ) -> None:
     """Start a process by its name in the plan and stay until it ends.
 
     ``run_dir``: where the orchestrator keeps the run, and a trainer its checkpoints when it does not see that directory.
+    ``alone``: the gateway, for other clients than a run's, until it is stopped.
 
     Raises:
         ConfigError: no such process, a port nobody can know, or node 0 is not named.
     """
+    if alone and process != "envgateway":
+        raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
     if process == WORLDS:
         return  # made, where the profile wants some, when the recipe was read (services.cli.here)
     if process == WARM_START:
@@ -83,7 +90,13 @@ def start(
         for line in commands_for_other_nodes(resolved, directory, environment):
             console.print(line, highlight=False, soft_wrap=True, markup=False)
         _become(_planned(resolved, directory, process), keys)
-    elif process == "envgateway":
+    elif process == "envgateway" and recipe.envgateway is not None and alone:
+        # Below the run's directory, and not in it: a run may lie there, and this is none.
+        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve() / ENVIRONMENTS
+        save_resolved(recipe, directory)
+        _become(gateway_process(recipe.envgateway, directory), keys_there(recipe, directory, environment))
+    elif process == "envgateway" and (recipe.envgateway is None or recipe.envgateway.node == 0):
+        check_worlds(recipe)
         directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
         _save_once(recipe, directory)
         resolved = load_resolved(directory)
@@ -93,6 +106,10 @@ def start(
         directory = (run_dir or _home(recipe, found.node)).resolve()
         keys = keys_of_process(recipe, process, found.node, directory, console, environment)
         act_as(keys, process)
+        if process == "envgateway":
+            check_worlds(recipe)
+            if not (directory / RESOLVED).exists():  # there was no bundle: the keys come from elsewhere
+                save_resolved(recipe, directory)
         wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
         if found.node == 0 and not found.shared:
             _become(found.process, keys)
@@ -101,23 +118,30 @@ def start(
 
 
 def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Started:
-    """The command line of an inference service or trainer, with the address at which it finds the orchestrator."""
+    """The command line of an inference service, a trainer or the gateway of another node, with the address at which it finds
+    the orchestrator."""
     kind, _, name = process.partition("-")
     shares = {trainer_name(p, n): (p, n) for p, section in recipe.policies.items() for n in section.trainer.nodes}
-    if process not in shares and (kind != "inference" or name not in recipe.inference):
+    gateway = recipe.envgateway if process == "envgateway" else None
+    if gateway is None and process not in shares and (kind != "inference" or name not in recipe.inference):
         names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]
         raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(names)}")
     require_port("orchestrator.port", recipe.orchestrator.port)
     policy, node = shares.get(process, ("", 0))
     if not policy:
-        node = recipe.inference[name].node
+        node = gateway.node if gateway is not None else recipe.inference[name].node
     host = host_of_node_0(recipe, process, node, environment)
     orchestrator = address(host, recipe.orchestrator.port)
+    if gateway is not None:
+        kept = (run_dir or _home(recipe, node)).resolve()
+        reached_at = gateway_host(host, environment)
+        spec = gateway_process(gateway, kept, "--orchestrator", orchestrator, host=reached_at)
+        return Started(process=spec, orchestrator=orchestrator, node=node)
     own = listening_host(environment)
     far = node != 0 or not is_here(host)
     if not policy and far:
-        place = str((run_dir or _home(recipe, node)).resolve())
-        spec = inference_process(recipe, name, orchestrator, "--run-dir", place, host=own)
+        home = str((run_dir or _home(recipe, node)).resolve())
+        spec = inference_process(recipe, name, orchestrator, "--run-dir", home, host=own)
     elif not policy:
         spec = inference_process(recipe, name, orchestrator)
     else:
@@ -157,7 +181,7 @@ def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
 def _save_once(recipe: Recipe, run_dir: Path) -> None:
     """The resolved recipe of a run, written by whoever comes first: two that come at once write the same."""
     require_port("orchestrator.port", recipe.orchestrator.port)
-    if recipe.envgateway is not None:
+    if recipe.envgateway is not None and recipe.envgateway.node == 0:
         require_port("envgateway.port", recipe.envgateway.port)
     if not (run_dir / RESOLVED).exists():
         run = recipe.run.model_copy(update={"id": recipe.run.id or run_dir.name})

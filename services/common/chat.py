@@ -45,17 +45,21 @@ class Chat:
     Results are cached: the samples of a task group share their prompt and most of their tool results.
     """
 
-    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None, assistant_prefill: str = ""
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: save the model with one (chat_template.jinja)")
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
+        self._prefill = assistant_prefill
         # The Rust tokenizer behind a transformers one: the same ids at a fraction of the wrapper's time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
         self._cached_encode = lru_cache(_CACHE_SIZE)(self.encode)
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
         self._by_thinking: dict[bool, Chat] = {}
+        self._by_prefill: dict[str, Chat] = {"": self}
         self._special_text = self._find_special_text()
         self.end_of_turn_id = self._find_end_of_turn()
         self.stop_token_ids = self._find_stop_tokens()
@@ -135,11 +139,23 @@ class Chat:
         if thinking is None:
             return self
         if thinking not in self._by_thinking:
-            made = Chat(self._tokenizer, {**self._arguments, "enable_thinking": thinking})
-            other = Chat(self._tokenizer, {**self._arguments, "enable_thinking": not thinking})
+            made = Chat(self._tokenizer, {**self._arguments, "enable_thinking": thinking}, self._prefill)
+            other = Chat(self._tokenizer, {**self._arguments, "enable_thinking": not thinking}, self._prefill)
             differs = made._invitation() != other._invitation()
             self._by_thinking |= {thinking: made, not thinking: other} if differs else {True: self, False: self}
         return self._by_thinking[thinking]
+
+    def with_prefill(self, text: str) -> Chat:
+        """The same chat in which every invitation to the assistant ends with ``text``: the assistant goes on from there.
+
+        The text is part of the prompt or of the continuation, and tokenised together with it.
+        """
+        if self._prefill:
+            assert text == self._prefill, "a chat has one prefill"
+            return self
+        if text not in self._by_prefill:
+            self._by_prefill[text] = Chat(self._tokenizer, self._arguments, text)
+        return self._by_prefill[text]
 
     def _invitation(self) -> str:
         return self._render([_DUMMY_USER], invite=True)
@@ -156,7 +172,7 @@ class Chat:
         text = self._tokenizer.apply_chat_template(
             [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=invite, **self._arguments
         )
-        return str(text)
+        return f"{text}{self._prefill}" if invite else str(text)
 
     def _prompt_of_json(self, key: bytes) -> tuple[int, ...]:
         messages, tools = orjson.loads(key)

@@ -46,6 +46,9 @@ def main() -> None:
     source.add_argument("--recipe", type=Path, help="a recipe: serve without a run")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c",
                         help="with --recipe: override a setting")  # fmt: skip
+    parser.add_argument("--orchestrator", metavar="HOST:PORT",
+                        help="serve the run of this orchestrator, until it has ended; left out, serve until SIGTERM")  # fmt: skip
+    parser.add_argument("--host", help="bind this address instead of the recipe's")
     parser.add_argument("--share-http-port", action="store_true",
                         help="other gateways on this host serve the same HTTP port (envgateway.http.reuse_port)")  # fmt: skip
     arguments = parser.parse_args()
@@ -59,7 +62,15 @@ def main() -> None:
         from services.envgateway.app import serve  # grpc, and with it threads, only now
 
         asyncio.run(
-            serve(told.config, sandbox, told.run_id, told.redis_uri, metrics=told.metrics, run_dir=arguments.run_dir)
+            serve(
+                told.config,
+                sandbox,
+                told.run_id,
+                told.redis_uri,
+                metrics=told.metrics,
+                run_dir=arguments.run_dir,
+                orchestrator=arguments.orchestrator,
+            )
         )
     except (InfrastructureError, DeadlineError) as error:
         sys.stderr.write(f"error: {error.message}\n")
@@ -97,6 +108,8 @@ def _told(arguments: argparse.Namespace) -> _Told:
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
+    if arguments.host:
+        config = config.model_copy(update={"host": arguments.host})
     return _Told(config, run_id, redis_uri, needs_keys, metrics)
 
 

@@ -16,12 +16,14 @@ from services.common.aio import TaskOwner
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.services import MetricsConfig
 from services.common.errors import InfrastructureError
+from services.common.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.accounting import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.watchdog import Watchdog
+from services.envgateway import membership
 from services.envgateway.calls import THREADS
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
@@ -72,7 +74,7 @@ class Gateway:
         self._run_dir = run_dir
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
-        self._rewards = Rewards(self._math, self.queue, config.rewards)
+        self._rewards = Rewards(self._math, self.queue, config.rewards, case_time_s=config.code.case_time_s)
         self._tools = ToolBox(
             [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
         )
@@ -192,20 +194,29 @@ async def serve(
     *,
     metrics: MetricsConfig | None = None,
     run_dir: Path | None = None,
+    orchestrator: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT, and the run of an ``orchestrator`` no longer than until it has ended."""
+    if orchestrator is not None:
+        check_place(orchestrator)
     gateway = Gateway(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=run_dir)
     # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
+    waits = [stop_asked, broken]
     try:
         await asyncio.sleep(0)
         await gateway.start()
-        ended, _ = await asyncio.wait((stop_asked, broken), return_when=asyncio.FIRST_COMPLETED)
+        if orchestrator is not None:
+            staying = membership.stay(orchestrator, gateway.server.address, run_id)
+            waits.append(asyncio.create_task(staying, name="wait for the end of the run"))
+        ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if broken in ended and not broken.cancelled() and (error := broken.exception()) is not None:
             # A supervisor can restart a dead gateway, not one that has lost its way to the workers.
             raise InfrastructureError(f"the queue of programs is broken: {error!r}") from error
+        for task in ended - {broken}:
+            task.result()
     finally:
-        stop_asked.cancel()
-        broken.cancel()
+        for task in waits:
+            task.cancel()
         await gateway.stop()

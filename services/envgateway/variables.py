@@ -6,14 +6,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.explain import explain
+from services.common.cores import num_cores
 from services.common.errors import ConfigError
 
 VARIABLES = """\
 variables (over what a recipe says):
   REDIS_URI           where jobs wait, also REDIS_URL: redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///path
   REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (millrace)
-  MAX_WORKERS         programs run at once (number of CPUs)
+  MAX_WORKERS         programs run at once (CPUs that the process may use)
   MAX_EXECUTION_TIME  seconds that one program may run, wall clock and CPU (10)
   MAX_MEMORY          MiB that one program and its children may use (512)
   ALLOW_PLAIN_REDIS   1: use a Redis on another machine without TLS
@@ -29,12 +33,12 @@ def with_variables(
     The URI stays out of the config, so that a password in it is not saved with a run.
 
     Raises:
-        ConfigError: a variable that is not a number.
+        ConfigError: a variable that is not a number, or that contradicts the recipe.
     """
     tree = (config or EnvGatewayConfig()).model_dump()
     sandbox, queue = tree["sandbox"], tree["queue"]
     if config is None:
-        sandbox |= {"num_slots": os.cpu_count() or 1, "wall_time_s": 10.0, "cpu_time_s": 10.0}
+        sandbox |= {"num_slots": max(1, int(num_cores())), "wall_time_s": 10.0, "cpu_time_s": 10.0}
     if (slots := _number(environment, "MAX_WORKERS", int)) is not None:
         sandbox["num_slots"] = slots
     if (seconds := _number(environment, "MAX_EXECUTION_TIME", float)) is not None:
@@ -47,7 +51,12 @@ def with_variables(
         queue["allow_plain_redis"] = True
     queue["redis_prefix"] = environment.get("REDIS_KEY_PREFIX") or queue["redis_prefix"]
     redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
-    return EnvGatewayConfig.model_validate(tree), redis_uri
+    try:
+        return EnvGatewayConfig.model_validate(tree), redis_uri
+    except ValidationError as error:  # what a variable lowers may contradict the recipe
+        raise ConfigError(
+            "the variables and the recipe disagree: " + "; ".join(explain(error, EnvGatewayConfig))
+        ) from None
 
 
 def port_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import structlog
 
 from services.common import logs
 from services.common.aio import TaskOwner
+from services.common.config.data import EVALUATION, TRAIN
 from services.common.config.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -27,7 +28,7 @@ from services.common.security.binding import check_keys_are_there
 from services.common.watchdog import Watchdog
 from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
-from services.orchestrator.datasets import TaskSource, open_source
+from services.orchestrator.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.gauges import gauges
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
@@ -35,8 +36,9 @@ from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS
-from services.orchestrator.prompt_length import with_short_prompts
+from services.orchestrator.prompt_length import short_prompts
 from services.orchestrator.recovery import recover
+from services.orchestrator.requirements import requirement
 from services.orchestrator.ring import Ring
 from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
@@ -77,11 +79,17 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     )
     reader = JournalReader(settings.journal_dir)
     seed = recipe.run.seed + recipe.data.train.seed
-    tasks_to_train = with_short_prompts(open_source(recipe.data.train, seed), recipe, settings.run_dir)
-    ring = _ring(settings.run_dir, recipe, journal, reader, tasks_to_train)
+    sources = {
+        where: open_source(config, seed if where == TRAIN else config.seed, requirement(recipe, where))
+        for where, config in recipe.data.sections().items()
+    }
+    for where, source in sources.items():
+        log_opened(where, source)
+    sources = short_prompts(sources, recipe, settings.run_dir)
+    ring = _ring(settings.run_dir, recipe, journal, reader, sources)
     recover(ring, reader)
     reader.close()
-    server = _server(ring, recipe, settings, tasks_to_train)
+    server = _server(ring, recipe, settings, sources)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
@@ -108,7 +116,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             ring.metrics.close()
 
 
-def _server(ring: Ring, recipe: Recipe, settings: Settings, tasks_to_train: TaskSource) -> Server:
+def _server(ring: Ring, recipe: Recipe, settings: Settings, sources: Mapping[str, TaskSource]) -> Server:
     """The three services over the recovered ring, not started yet."""
     counted_before = dict(ring.counters)
     port = recipe.orchestrator.port if settings.port is None else settings.port
@@ -116,14 +124,14 @@ def _server(ring: Ring, recipe: Recipe, settings: Settings, tasks_to_train: Task
         service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
     )
     runs = RunServicer(ring)
-    pool = PoolServicer(ring, _gateway_address(recipe))
+    pool = PoolServicer(ring)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
     server.add(
         training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
     )
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(
-        lambda: gauges(ring, tasks_to_train, counted_before),
+        lambda: gauges(ring, sources, counted_before),
         lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
     )
     server.set_accounts(lambda: [ring.standing.account.state()])
@@ -153,8 +161,9 @@ async def _live_and_part(ring: Ring) -> None:
         await asyncio.sleep(0.1)
 
 
-def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader, training_source: TaskSource) -> Ring:
-    evaluation_sources = {name: open_source(data, data.seed) for name, data in recipe.data.evaluation.items()}
+def _ring(
+    run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader, sources: Mapping[str, TaskSource]
+) -> Ring:
     begun = next(iter(reader.find(records.RUN, [""]).values()), None)
     if begun is None:
         begun = {"run_id": recipe.run.id, "mark": secrets.token_hex(3), "started_at": time.time()}
@@ -169,12 +178,8 @@ def _ring(run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader
         recipe,
         run_dir,
         journal,
-        training_source=training_source,
-        evaluation_sources=evaluation_sources,
+        training_source=sources[TRAIN],
+        evaluation_sources={name: sources[f"{EVALUATION}.{name}"] for name in recipe.data.evaluation},
         run_mark=begun["mark"],
         started_at=begun["started_at"],
     )
-
-
-def _gateway_address(recipe: Recipe) -> str:
-    return f"{recipe.envgateway.host}:{recipe.envgateway.port}" if recipe.envgateway is not None else ""

@@ -8,18 +8,21 @@ Knows nothing about curricula or policies.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import DatasetError
+from services.orchestrator.agentbench_indices import ALFWORLD_TRAIN, ALFWORLD_VALID, WEBSHOP_TRAIN, WEBSHOP_VALID
 from services.orchestrator.rows.code import code_row
 from services.orchestrator.rows.math import math_row
 
 DATA_ROOT = "MILLRACE_DATA_ROOT"
 
-Normalise = Callable[[Mapping[str, Any], str], dict[str, Any] | None]
+Normalise = Callable[[Mapping[str, Any], str], dict[str, Any]]
+
+FORMS: dict[str, Normalise] = {"math": math_row, "code": code_row}  # by the reward that reads them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class KnownDataset:
 
     normalise: Normalise | None = None  # None: rows are taken as they are
     local: str = ""
-    indices: range | None = None  # rows are these numbers, {"index": n}, and there is no file
+    indices: Sequence[int] | None = None  # rows are these numbers, {"index": n}, and there is no file
     hub: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -48,8 +51,9 @@ KNOWN: dict[str, KnownDataset] = {
     "deepscaler": KnownDataset(
         hub="agentica-org/DeepScaleR-Preview-Dataset", local="deepscaler/sample.jsonl", normalise=math_row
     ),
-    "dapo-math-17k": KnownDataset(
-        hub="open-r1/DAPO-Math-17k-Processed", subset="en", local="dapo_math_17k/train.jsonl", normalise=math_row
+    "dapo-filter": KnownDataset(hub="aaabiao/dapo_filter", local="dapo_filter/train.jsonl", normalise=math_row),
+    "dapo-math-17k": KnownDataset(  # subsets on the hub: all (17,398 rows), en and cn
+        hub="open-r1/DAPO-Math-17k-Processed", subset="all", local="dapo_math_17k/train.jsonl", normalise=math_row
     ),
     "gsm8k": KnownDataset(hub="openai/gsm8k", subset="main", local="gsm8k/train.jsonl", normalise=math_row),
     "math-train": KnownDataset(local="math_train/train.jsonl", normalise=math_row),
@@ -58,6 +62,7 @@ KNOWN: dict[str, KnownDataset] = {
         hub="HuggingFaceH4/aime_2024", local="aime24/test.jsonl", normalise=math_row
     ),
     "aime25": KnownDataset(hub="math-ai/aime25", split="test", local="aime25/test.jsonl", normalise=math_row),
+    "amc24": KnownDataset(hub="rawsh/2024_AMC12", local="amc24/train.jsonl", normalise=math_row),
     "amc23": KnownDataset(hub="math-ai/amc23", split="test", local="amc23/test.jsonl", normalise=math_row),
     "minerva-math": KnownDataset(
         hub="math-ai/minervamath", split="test", local="minerva_math/test.jsonl", normalise=math_row
@@ -70,11 +75,10 @@ KNOWN: dict[str, KnownDataset] = {
     ),
     "code-contests": KnownDataset(local="code_contests/test.jsonl", normalise=code_row),
     "leetcode": KnownDataset(local="leetcode/train.jsonl", normalise=code_row),
-    # Places in the lists of games and goals that AgentBench's task servers have.
-    "alfworld-train": KnownDataset(indices=range(4103)),
-    "alfworld-valid": KnownDataset(indices=range(4649, 4699)),
-    "webshop-train": KnownDataset(indices=range(200, 200 + 11_887)),
-    "webshop-valid": KnownDataset(indices=range(199)),
+    "alfworld-train": KnownDataset(indices=ALFWORLD_TRAIN),
+    "alfworld-valid": KnownDataset(indices=ALFWORLD_VALID),
+    "webshop-train": KnownDataset(indices=WEBSHOP_TRAIN),
+    "webshop-valid": KnownDataset(indices=WEBSHOP_VALID),
     "livecodebench-v5": KnownDataset(
         local="AReaL-boba-2-RL-Code/code_benchmark/lcb_v5/test.jsonl", normalise=code_row,
         fetch="hf download inclusionAI/AReaL-boba-2-RL-Code --repo-type dataset "

@@ -29,7 +29,12 @@ class LeavePool:
     reason: str
 
 
-ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool
+@dataclass(frozen=True, slots=True)
+class UseGateway:
+    address: str
+
+
+ReplicaCommand = PlayGroup | CancelGroup | AnnounceVersion | LeavePool | UseGateway
 
 
 @dataclass(frozen=True, slots=True)

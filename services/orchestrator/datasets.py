@@ -1,14 +1,13 @@
 """Where tasks come from: a jsonl file, a Hugging Face dataset, or a generator named by import path.
 
-Every row is looked at once when the source is opened, so a bad row is an error at start and not in mid-run; a jsonl
-file is streamed and only line offsets stay in memory. Knows nothing about order (``curriculum``) or policies.
+Every row is looked at once when the source is opened. A row that cannot be used is left out, counted and named; a source
+without a usable row is refused. So a bad row costs neither the run nor a rollout. Knows nothing about order
+(``curriculum``) or policies.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -22,9 +21,13 @@ from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.common.importing import load_object
 from services.common.types import Task
-from services.orchestrator.catalogue import Normalise, how_to_get, known, local_file
+from services.orchestrator.catalogue import FORMS, Normalise, how_to_get, known, local_file
+from services.orchestrator.left_out import LeftOut
+from services.orchestrator.raw_rows import JsonlRows, ListRows, RawRows
 
 log = structlog.get_logger()
+
+Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError that names a row by its second argument
 
 MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more is taken for endless
 
@@ -32,158 +35,127 @@ MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more i
 class TaskSource(Protocol):
     """Tasks by row number."""
 
+    @property
+    def left_out(self) -> LeftOut:
+        """Rows that no task is made of."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Task: ...
 
 
-def open_source(config: DatasetConfig, seed: int) -> TaskSource:
-    """Open what the config names. ``seed`` goes to a generator.
+def open_source(config: DatasetConfig, seed: int, required: Requirement | None = None) -> TaskSource:
+    """Open what the config names. ``seed`` goes to a generator; ``required`` refuses rows that the recipe cannot use.
 
     Raises:
-        DatasetError: with file and row number.
+        DatasetError: there is nothing, or no row of it can be used; with the first reasons and their row numbers.
     """
-    if config.generator is not None:
-        return _from_generator(config, seed)
     if config.name is not None:
-        return _from_catalogue(config, config.name)
+        return _from_catalogue(config, config.name, required)
+    rows = _generated(config, seed) if config.generator is not None else _from_path(config)
+    return UsableRows(rows, config.id_field, FORMS[config.form] if config.form else None, required)
+
+
+def log_opened(where: str, source: TaskSource) -> None:
+    """Say how many tasks a section's dataset has, and which rows are left out."""
+    event = log.warning if source.left_out.count else log.info
+    event("dataset.opened", dataset=where, rows=len(source), left_out=source.left_out.count,
+          reasons=source.left_out.reasons)  # fmt: skip
+
+
+class UsableRows:
+    """The rows of which tasks can be made: readable, in one form where there is one, named once, and plain data.
+
+    Raises:
+        DatasetError: there is none; with the reasons of the first three rows.
+    """
+
+    def __init__(
+        self,
+        rows: RawRows,
+        id_field: str | None,
+        normalise: Normalise | None = None,
+        required: Requirement | None = None,
+    ) -> None:
+        self._rows, self._id_field, self._normalise = rows, id_field, normalise
+        self.left_out = LeftOut()
+        places: list[int] = []
+        seen: dict[str, int] = {}
+        for place in range(len(rows)):
+            try:
+                task = self._task(place)
+                if required is not None:
+                    required(task.data, self._where(place))
+                if id_field is not None and task.task_id in seen:
+                    before = f"was used in row {seen[task.task_id]}; task ids must be unique"
+                    raise DatasetError(f"{self._where(place)}: {id_field} {task.task_id!r} {before}")
+            except DatasetError as error:
+                self.left_out.add(error.message)
+                continue
+            places.append(place)
+            if id_field is not None:
+                seen[task.task_id] = rows.number(place)
+        if not len(rows):
+            raise DatasetError(f"{rows.name} holds no rows")
+        if not places:
+            raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
+        self._places = np.asarray(places, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, row: int) -> Task:
+        return self._task(int(self._places[row]))
+
+    def _where(self, place: int) -> str:
+        return f"row {self._rows.number(place)}"
+
+    def _task(self, place: int) -> Task:
+        raw, where = self._rows[place], self._where(place)
+        data = raw if self._normalise is None else self._normalise(raw, where)
+        try:  # as the journal and the wire will: integers of 64 bits, no sets, no bytes
+            orjson.dumps(data)
+        except orjson.JSONEncodeError as error:
+            raise DatasetError(f"{where}: cannot be written as JSON: {error}") from None
+        if self._id_field is None:
+            return Task(task_id=str(self._rows.number(place)), data=data)
+        if self._id_field not in raw:
+            raise DatasetError(f"{where}: no field {self._id_field!r} (data.id_field); it has {', '.join(raw)}")
+        return Task(task_id=str(raw[self._id_field]), data=data)
+
+
+def _from_path(config: DatasetConfig) -> RawRows:
     assert config.path is not None
     path = Path(config.path)
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
-        return JsonlSource(path, config.id_field, config.limit)
+        return JsonlRows(path, config.limit, f"dataset file {path}")
     if path.suffix in (".jsonl", ".ndjson") or (path.suffix == ".parquet" and not path.is_file()):
         raise DatasetError(f"dataset file {path} does not exist")
     return _from_hugging_face(config)
 
 
-class JsonlSource:
-    """One JSON object per line, read on demand by offset."""
-
-    def __init__(self, path: Path, id_field: str | None, limit: int | None) -> None:
-        self._path = path
-        self._id_field = id_field
-        offsets: list[int] = []
-        lengths: list[int] = []
-        rows: list[int] = []
-        seen: dict[str, int] = {}
-        try:
-            with path.open("rb") as file:
-                offset = 0
-                for number, line in enumerate(file, start=1):
-                    if limit is not None and len(offsets) >= limit:
-                        break
-                    if line.strip():
-                        where = f"{path}, row {number}"
-                        _named(_parse(line, where), id_field, number, where, seen)
-                        offsets.append(offset)
-                        lengths.append(len(line))
-                        rows.append(number)
-                    offset += len(line)
-        except OSError as error:
-            raise DatasetError(f"dataset file {path} cannot be read: {error.strerror}") from error
-        if not offsets:
-            raise DatasetError(f"dataset file {path} holds no rows")
-        self._offsets = np.asarray(offsets, dtype=np.int64)
-        self._lengths = np.asarray(lengths, dtype=np.int32)
-        self._numbers = np.asarray(rows, dtype=np.int64)
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable even when the file is replaced
-        weakref.finalize(self, os.close, self._fd)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, row: int) -> Task:
-        number = int(self._numbers[row])
-        where = f"{self._path}, row {number}"
-        data = _parse(os.pread(self._fd, int(self._lengths[row]), int(self._offsets[row])), where)
-        return Task(task_id=_task_id(data, self._id_field, number, where), data=data)
-
-
-class ListSource:
-    """Rows held in memory, numbered from 1 in errors and ids."""
-
-    def __init__(self, rows: list[Mapping[str, Any]], id_field: str | None, name: str) -> None:
-        if not rows:
-            raise DatasetError(f"dataset {name} holds no rows")
-        self._rows, self._id_field, self._name = rows, id_field, name
-        seen: dict[str, int] = {}
-        for number, data in enumerate(rows, start=1):
-            where = f"{name}, row {number}"
-            _as_json(data, where)
-            _named(data, id_field, number, where, seen)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Task:
-        data = self._rows[row]
-        return Task(task_id=_task_id(data, self._id_field, row + 1, f"{self._name}, row {row + 1}"), data=data)
-
-
-class MappedSource:
-    """Rows of a Hugging Face dataset, which stays on disk; checked when drawn."""
-
-    def __init__(self, rows: Any, id_field: str | None, name: str) -> None:
-        if not len(rows):
-            raise DatasetError(f"dataset {name} holds no rows")
-        if id_field is not None and id_field not in rows.column_names:
-            raise DatasetError(f"dataset {name} has no column {id_field!r}; it has {', '.join(rows.column_names)}")
-        self._rows, self._id_field, self._name = rows, id_field, name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Task:
-        where = f"dataset {self._name}, row {row + 1}"
-        data = _parse(_as_json(self._rows[row], where), where)
-        return Task(task_id=_task_id(data, self._id_field, row + 1, where), data=data)
-
-
-class NormalisedSource:
-    """Rows of another source in one form; rows that are left out are counted once, when it is opened."""
-
-    def __init__(self, source: TaskSource, normalise: Normalise, name: str) -> None:
-        self._source, self._normalise, self._name = source, normalise, name
-        self._rows = [row for row in range(len(source)) if self._normal(row) is not None]
-        self.num_left_out = len(source) - len(self._rows)
-        if not self._rows:
-            raise DatasetError(f"dataset {name} holds no row that can be used ({len(source)} looked at)")
-        log.info("dataset.opened", dataset=name, rows=len(self._rows), left_out=self.num_left_out)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: int) -> Task:
-        place = self._rows[row]
-        data = self._normal(place)
-        assert data is not None, "looked at when the source was opened"
-        return Task(task_id=self._source[place].task_id, data=data)
-
-    def _normal(self, place: int) -> dict[str, Any] | None:
-        return self._normalise(self._source[place].data, f"dataset {self._name}, row {place + 1}")
-
-
-def _from_catalogue(config: DatasetConfig, name: str) -> TaskSource:
+def _from_catalogue(config: DatasetConfig, name: str, required: Requirement | None) -> TaskSource:
     entry = known(name)
     if entry.indices is not None:
-        return ListSource(
-            [{"index": index} for index in entry.indices[: config.limit]], config.id_field or "index", name
-        )
+        indices = [{"index": index} for index in entry.indices[: config.limit]]
+        return UsableRows(ListRows(indices, f"dataset {name}"), config.id_field or "index", None, required)
     path = local_file(name)
     if path is not None:
-        source: TaskSource = JsonlSource(path, config.id_field, config.limit)
+        rows: RawRows = JsonlRows(path, config.limit, f"dataset {name} ({path})")
     elif entry.hub is None:
         raise DatasetError(how_to_get(name))
     else:
-        hub = config.model_copy(update={"path": entry.hub, "subset": entry.subset, "split": entry.split})
+        subset = config.subset or entry.subset
+        hub = config.model_copy(update={"path": entry.hub, "subset": subset, "split": entry.split})
         try:
-            source = _from_hugging_face(hub)
+            rows = _from_hugging_face(hub)
         except DatasetError as error:
             raise DatasetError(f"{how_to_get(name)}. {error.message}") from error
-    return source if entry.normalise is None else NormalisedSource(source, entry.normalise, name)
+    return UsableRows(rows, config.id_field, entry.normalise, required)
 
 
-def _from_generator(config: DatasetConfig, seed: int) -> TaskSource:
+def _generated(config: DatasetConfig, seed: int) -> ListRows:
     assert config.generator is not None
     function: Callable[..., Iterator[Mapping[str, Any]]] = load_object(config.generator)
     name = f"generator {config.generator}"
@@ -196,10 +168,10 @@ def _from_generator(config: DatasetConfig, seed: int) -> TaskSource:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise DatasetError(f"{name}, row {number}: a row must be a mapping, not {type(row).__name__}")
-    return ListSource(rows, config.id_field, name)
+    return ListRows(rows, name)
 
 
-def _from_hugging_face(config: DatasetConfig) -> TaskSource:
+def _from_hugging_face(config: DatasetConfig) -> ListRows:
     try:
         import datasets
     except ImportError as error:
@@ -221,44 +193,10 @@ def _from_hugging_face(config: DatasetConfig) -> TaskSource:
         raise DatasetError(f"dataset {config.path!r} (split {config.split!r}) cannot be loaded: {error}") from error
     if config.limit is not None:
         rows = rows.select(range(min(config.limit, len(rows))))
-    return MappedSource(rows, config.id_field, config.path)
+    return ListRows(rows, f"dataset {config.path}")
 
 
 def _from_saved_dict(path: str, split: str) -> Any:
     import datasets
 
     return datasets.load_from_disk(path)[split]
-
-
-def _parse(line: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        data = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DatasetError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise DatasetError(f"{where}: a row must be a JSON object, not {type(data).__name__}")
-    return data
-
-
-def _as_json(data: Mapping[str, Any], where: str) -> bytes:
-    try:
-        return orjson.dumps(data)
-    except orjson.JSONEncodeError as error:
-        raise DatasetError(f"{where}: cannot be written as JSON: {error}") from None
-
-
-def _named(data: Mapping[str, Any], id_field: str | None, number: int, where: str, seen: dict[str, int]) -> None:
-    if id_field is None:
-        return
-    name = _task_id(data, id_field, number, where)
-    if name in seen:
-        raise DatasetError(f"{where}: {id_field} {name!r} was used in row {seen[name]}; task ids must be unique")
-    seen[name] = number
-
-
-def _task_id(data: Mapping[str, Any], id_field: str | None, number: int, where: str) -> str:
-    if id_field is None:
-        return str(number)
-    if id_field not in data:
-        raise DatasetError(f"{where}: no field {id_field!r} (data.id_field); it has {', '.join(data)}")
-    return str(data[id_field])

@@ -124,7 +124,9 @@ class Dispatcher:
             while current.has_left:
                 if wait := self.evaluators.place(current, self.train):
                     return f"evaluation {current.name}: {wait}"
-                replica = _freest(self.evaluators.usable(current, current.samples_per_task))
+                if not self._evaluations.has_room(current):
+                    return f"evaluation {current.name}: evaluation.max_in_flight trajectories are played"
+                replica = _freest(self.evaluators.usable(current, current.next_samples))
                 if replica is None:
                     return f"evaluation {current.name}: no free replica holds {_versions(current.versions)}"
                 self._issue_to(self._evaluations.draw(current), replica)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from services.common.config.data import EvaluationConfig
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
@@ -27,8 +28,7 @@ class EvaluationPass:
     wanted: Mapping[str, int]  # versions to be evaluated, or newer ones where training goes on
     sampling: Sampling
     sampling_name: str
-    num_tasks: int
-    samples_per_task: int
+    samples: tuple[int, ...]  # by row
     policies: tuple[str, ...] = ()  # that play; () is all of the run
     versions: Mapping[str, int] = field(default_factory=dict)  # that it is played on, once decided
     pinned: bool | None = None  # None until it is decided where it is played
@@ -38,6 +38,7 @@ class EvaluationPass:
     issued_rows: set[int] = field(default_factory=set)  # before a restart
     rewards: dict[int, list[float]] = field(default_factory=dict)  # by row; failures are 0
     failed_rows: set[int] = field(default_factory=set)
+    num_issued: int = 0
     num_resolved: int = 0
     num_failed: int = 0
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in what was played
@@ -47,7 +48,7 @@ class EvaluationPass:
 
     @property
     def num_trajectories(self) -> int:
-        return self.num_tasks * self.samples_per_task
+        return sum(self.samples)
 
     @property
     def finished(self) -> bool:
@@ -58,10 +59,26 @@ class EvaluationPass:
         """Whether there is a row left to issue."""
         while self.next_row in self.issued_rows:
             self.next_row += 1
-        return self.next_row < self.num_tasks
+        return self.next_row < len(self.samples)
+
+    @property
+    def next_samples(self) -> int:
+        """Samples of the next row to issue, while there is one left."""
+        return self.samples[self.next_row]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Trajectories that are issued and have no outcome yet."""
+        return self.num_issued - self.num_resolved
 
     def required(self) -> Mapping[str, int]:
         return self.versions if self.pinned else {}
+
+    def issue(self, group_id: str, row: int) -> None:
+        """Count the trajectories of one of its groups, once."""
+        if group_id not in self.group_ids:
+            self.group_ids.add(group_id)
+            self.num_issued += self.samples[row]
 
     def note(self, outcome: Outcome, row: int) -> None:
         """Count an outcome of one of its groups."""
@@ -94,10 +111,13 @@ class Evaluations:
         seed: int,
         on_result: Callable[[EvaluationResult], None],
         compositions: Sequence[tuple[str, ...]] = ((),),
+        samples: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """``compositions``: policies that are evaluated together, each in a pass of its own."""
+        """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
+        of datasets that do not take the number of all."""
         self._config = config
         self._sources = dict(sources)
+        self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
         self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
         self._names = names
         self._timeout_s = timeout_s
@@ -143,13 +163,18 @@ class Evaluations:
                     wanted={policy: versions[policy] for policy in policies or versions},
                     sampling=sampling_of(self._config.samplings[sampling]),
                     sampling_name=sampling,
-                    num_tasks=len(self._rows),
-                    samples_per_task=self._config.samples_per_task,
+                    samples=tuple(self._samples[dataset] for dataset, _ in self._rows),
                     policies=policies,
                 )
 
     def finished(self, evaluation_id: str) -> bool:
         return all(name in self.results for name in self.names_of(evaluation_id))
+
+    def has_room(self, current: EvaluationPass) -> bool:
+        """Whether the next task group of a pass that has one left may be issued (``evaluation.max_in_flight``)."""
+        limit = self._config.max_in_flight
+        in_flight = sum(other.num_in_flight for other in self._passes.values())
+        return limit is None or in_flight + current.next_samples <= limit
 
     def draw(self, current: EvaluationPass) -> TaskGroup:
         """The next task group of a pass that has one left; where it is played is decided by now."""
@@ -161,7 +186,7 @@ class Evaluations:
         order = TaskGroupOrder(
             task_group_id=self._names.draw(),
             task=self._sources[dataset][place],
-            indices=tuple(range(current.samples_per_task)),
+            indices=tuple(range(current.samples[row])),
             purpose=Purpose.EVALUATION,
             sampling=current.sampling,
             required_versions=dict(current.required()),
@@ -170,7 +195,7 @@ class Evaluations:
             timeout_s=self._timeout_s,
             policies=current.policies,
         )
-        current.group_ids.add(order.task_group_id)
+        current.issue(order.task_group_id, row)
         return TaskGroup(order=order, position=row, evaluation=current.name)
 
     def issued_before(self, group: TaskGroup) -> None:
@@ -179,7 +204,7 @@ class Evaluations:
         if current is None:
             return
         current.issued_rows.add(group.position)
-        current.group_ids.add(group.id)
+        current.issue(group.id, group.position)
         current.versions = group.order.required_versions
         current.pinned = bool(group.order.required_versions)
 

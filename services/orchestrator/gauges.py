@@ -5,23 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from services.common.config.data import TRAIN
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.progress import waits
 from services.orchestrator.prompt_length import ShortPrompts
 from services.orchestrator.ring import Ring
 
 
-def gauges(ring: Ring, source: TaskSource, counted_before: Mapping[str, int]) -> dict[str, float]:
-    """``source``: the tasks to train on. ``counted_before``: the run's counters when this process began.
+def gauges(ring: Ring, sources: Mapping[str, TaskSource], counted_before: Mapping[str, int]) -> dict[str, float]:
+    """``sources``: the run's tasks by their dataset's section. ``counted_before``: the run's counters when this process began.
 
     Counters are told since then: what an earlier process counted in its last seconds may be lost, and one that goes back a
     little would be read as one that began anew.
     """
-    left_out = source.num_left_out if isinstance(source, ShortPrompts) else 0
     now = ring.clock()
     return {
-        "tasks": float(len(source)),
-        "tasks_too_long": float(left_out),  # their prompts are
+        "tasks": float(len(sources[TRAIN])),
+        **{f"tasks_too_long/{where}": float(_too_long(source)) for where, source in sources.items()},
+        **{f"rows_left_out/{where}": float(source.left_out.count) for where, source in sources.items()},
         "steps": float(ring.num_steps),
         "replicas": float(len(ring.pool)),
         "running": float(ring.pool.num_running),
@@ -37,6 +38,10 @@ def gauges(ring: Ring, source: TaskSource, counted_before: Mapping[str, int]) ->
         **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in ring.counters.items()},
         **{f"evaluation/{r.name}": r.mean_reward for r in ring.evaluations.results.values()},
     }
+
+
+def _too_long(source: TaskSource) -> int:
+    return source.num_too_long if isinstance(source, ShortPrompts) else 0
 
 
 def _policies(ring: Ring) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One orchestrator per run directory: a file lock that the kernel drops when the process dies."""
+"""One orchestrator, and one launcher, per run directory: a file lock that the kernel drops when the process dies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,26 @@ from services.common.errors import ConfigError
 
 
 class RunLock:
-    def __init__(self, path: Path) -> None:
+    """``holder``: what kind of process locks it, for the error."""
+
+    def __init__(self, path: Path, holder: str = "orchestrator") -> None:
         self._path = path
+        self._holder = holder
         self._fd = -1
+
+    def held_by(self) -> str:
+        """Who holds it now, such as "launcher, pid 17"; empty when nobody does."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that look do not see each other
+        except BlockingIOError:
+            return f"{self._holder}, pid {_pid_in(fd)}"
+        finally:
+            os.close(fd)
+        return ""
 
     def __enter__(self) -> RunLock:
         """Raises ConfigError when another process holds the lock."""
@@ -21,10 +38,10 @@ class RunLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self._fd, 32).decode(errors="replace").strip() or "unknown"
+            pid = _pid_in(self._fd)
             os.close(self._fd)
             raise ConfigError(
-                f"{self._path.parent} is in use by another orchestrator (pid {holder}): stop that one, "
+                f"{self._path.parent} is in use by another {self._holder} (pid {pid}): stop that one, "
                 "or start a run of its own with another directory"
             ) from None
         os.ftruncate(self._fd, 0)
@@ -35,3 +52,7 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
+
+
+def _pid_in(fd: int) -> str:
+    return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"

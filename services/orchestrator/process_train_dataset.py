@@ -4,7 +4,7 @@
     {"problem": ..., "answer": ...}
                                         --> {"problem": ..., "answer": ...}
 
-Rows without an answer are left out and counted; a row of neither layout is refused with its number.
+Rows of neither layout and rows without an answer are left out, counted and named; a file without a usable row is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import orjson
 
 from services.common.config.data import DatasetConfig
 from services.orchestrator.datasets import open_source
-from services.orchestrator.rows.math import math_row
+from services.orchestrator.left_out import LeftOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Processed:
     """What was written."""
 
     num_rows: int
-    num_left_out: int  # without an answer
+    left_out: dict[str, LeftOut]  # rows that cannot be used, by input
 
 
 def process_train_dataset(inputs: Sequence[str], output: Path) -> Processed:
@@ -35,20 +35,19 @@ def process_train_dataset(inputs: Sequence[str], output: Path) -> Processed:
     The file appears under its name only when it is complete.
 
     Raises:
-        DatasetError: an input cannot be read, or a row is of neither layout.
+        DatasetError: an input cannot be read, or no row of it can be used.
     """
-    written = left_out = 0
+    written = 0
+    left_out: dict[str, LeftOut] = {}
     partial = output.with_name(f"{output.name}.partial")
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
         with partial.open("wb") as file:
             for name in inputs:
-                source = open_source(DatasetConfig(path=name), seed=0)
+                source = open_source(DatasetConfig(path=name, form="math"), seed=0)
+                left_out[name] = source.left_out
                 for place in range(len(source)):
-                    row = math_row(source[place].data, f"{name}, row {source[place].task_id}")
-                    if row is None:
-                        left_out += 1
-                        continue
+                    row = source[place].data
                     file.write(orjson.dumps({"problem": row["problem"], "answer": row["answer"]}) + b"\n")
                     written += 1
         os.replace(partial, output)

@@ -6,7 +6,8 @@ from services.common.prometheus.metric import Metric
 
 METRICS = (
     Metric("millrace_tasks", "gauge", "Tasks to train on.", "tasks"),
-    Metric("millrace_tasks_too_long", "gauge", "Tasks left out because their prompts are too long.", "tasks_too_long"),
+    Metric("millrace_tasks_too_long", "gauge", "Tasks of a dataset left out because their prompts are too long.", "tasks_too_long/{dataset}"),
+    Metric("millrace_rows_left_out", "gauge", "Rows of a dataset that cannot be used, and are left out.", "rows_left_out/{dataset}"),
     Metric("millrace_planned_steps", "gauge", "Training steps of each policy in this run.", "steps"),
     Metric("millrace_replicas", "gauge", "Replicas in the pool.", "replicas"),
     Metric("millrace_running_rollouts", "gauge", "Slots of task groups that are with a replica.", "running"),

@@ -1,4 +1,4 @@
-"""Leaves out tasks whose prompt is longer than ``data.train.max_prompt_tokens``, and counts them.
+"""Leaves out tasks whose prompt is longer than their dataset's ``max_prompt_tokens``, and counts them.
 
 What is counted is the text of the row as the models' tokenizers cut it, without chat template and instruction: the rule
 depends on the data and not on how it is played. Only the package ``tokenizers`` is needed, no model. A task is kept
@@ -13,33 +13,47 @@ from typing import Any
 
 import structlog
 
+from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
+from services.common.rows import PROMPT_FIELDS
 from services.common.types import Task
 from services.orchestrator.datasets import TaskSource
+from services.orchestrator.left_out import LeftOut
 
 log = structlog.get_logger()
 
 CountTokens = Callable[[list[str]], list[int]]
 
-_TEXT_COLUMNS = ("messages", "prompt", "problem", "question")  # as the workflows look for a prompt
 _ROWS_AT_ONCE = 512
 
 
 class ShortPrompts:
     """The tasks of another source whose prompts have at most ``limit`` tokens; looked at once, when it is opened.
 
+    A task without a prompt is left out as a row that cannot be used. ``where`` names the dataset's section.
+
     Raises:
-        DatasetError: a row has no prompt, or none is short enough.
+        DatasetError: no task has a prompt that is short enough.
     """
 
-    def __init__(self, source: TaskSource, limit: int, counters: Sequence[CountTokens], field: str | None) -> None:
+    def __init__(
+        self, source: TaskSource, limit: int, counters: Sequence[CountTokens], field: str | None, where: str
+    ) -> None:
         self._source = source
-        self._rows = [row for row, length in enumerate(_lengths(source, counters, field)) if length <= limit]
-        self.num_left_out = len(source) - len(self._rows)
+        self._rows: list[int] = []
+        self.num_too_long = 0
+        self.left_out = LeftOut(source.left_out.count, list(source.left_out.reasons))
+        for row, length in enumerate(_lengths(source, counters, field, self.left_out)):
+            if length is not None and length <= limit:
+                self._rows.append(row)
+            self.num_too_long += length is not None and length > limit
         if not self._rows:
-            raise DatasetError(f"data.train.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens")
-        log.info("dataset.long_prompts", limit_tokens=limit, rows=len(self._rows), left_out=self.num_left_out)
+            others = f"; rows that cannot be used: {self.left_out}" if self.left_out.count else ""
+            raise DatasetError(
+                f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens{others}"
+            )
+        log.info("dataset.long_prompts", dataset=where, limit_tokens=limit, rows=len(self), left_out=self.num_too_long)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -48,14 +62,25 @@ class ShortPrompts:
         return self._source[self._rows[row]]
 
 
-def with_short_prompts(source: TaskSource, recipe: Recipe, run_dir: Path) -> TaskSource:
-    """The training tasks without those that are too long; as they are when the recipe sets no limit or trains nothing."""
-    limit = recipe.data.train.max_prompt_tokens
-    if limit is None or recipe.run.steps == 0:
-        return source
-    paths = {recipe.model_path(policy, run_dir): policy for policy in recipe.policies}
-    counters = [open_tokenizer(path, f"policies.{policy}.model.path") for path, policy in paths.items()]
-    return ShortPrompts(source, limit, counters, recipe.workflow.settings.get("prompt_field"))
+def short_prompts(sources: Mapping[str, TaskSource], recipe: Recipe, run_dir: Path) -> dict[str, TaskSource]:
+    """Each dataset's tasks without those that are too long, by its section (``data.train``, ``data.evaluation.NAME``).
+
+    A tokenizer is opened only where a section sets a limit; training data of a recipe without steps stay as they are.
+    """
+    sections = recipe.data.sections()
+    limits = {where: sections[where].max_prompt_tokens for where in sources}
+    if recipe.run.steps == 0:
+        limits[TRAIN] = None
+    counters: list[CountTokens] = []
+    if any(limit is not None for limit in limits.values()):
+        paths = {recipe.model_path(policy, run_dir): policy for policy in recipe.policies}
+        counters = [open_tokenizer(path, f"policies.{policy}.model.path") for path, policy in paths.items()]
+    found = dict(sources)
+    for where, limit in limits.items():
+        if limit is not None:
+            workflow = recipe.workflow if where == TRAIN else recipe.evaluation.workflow or recipe.workflow
+            found[where] = ShortPrompts(sources[where], limit, counters, workflow.settings.get("prompt_field"), where)
+    return found
 
 
 def open_tokenizer(path: str, setting: str) -> CountTokens:
@@ -69,7 +94,7 @@ def open_tokenizer(path: str, setting: str) -> CountTokens:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DatasetError(
-            "data.train.max_prompt_tokens needs the package `tokenizers`: pip install 'millrace[orchestrator]'"
+            "max_prompt_tokens needs the package `tokenizers`: pip install 'millrace[orchestrator]'"
         ) from error
     directory = Path(path).expanduser()
     try:
@@ -77,7 +102,7 @@ def open_tokenizer(path: str, setting: str) -> CountTokens:
         text = Path(file).read_text()
     except (OSError, ValueError) as error:
         raise DatasetError(
-            f"data.train.max_prompt_tokens: no tokenizer.json of {path} ({setting}): {error}; "
+            f"max_prompt_tokens: no tokenizer.json of {path} ({setting}): {error}; "
             "name a model directory that holds one, or leave max_prompt_tokens out"
         ) from error
     tokenizer = Tokenizer.from_str(text)
@@ -94,7 +119,7 @@ def prompt_text(row: Mapping[str, Any], field: str | None, where: str) -> str:
     >>> prompt_text({"messages": [{"role": "user", "content": "2+2?"}]}, None, "row 1")
     '2+2?'
     """
-    names = (field,) if field else _TEXT_COLUMNS
+    names = (field,) if field else PROMPT_FIELDS
     for name in names:
         value = row.get(name)
         if isinstance(value, str):
@@ -104,8 +129,19 @@ def prompt_text(row: Mapping[str, Any], field: str | None, where: str) -> str:
     raise DatasetError(f"{where} has no prompt to measure: looked for {', '.join(names)} in {sorted(row)}")
 
 
-def _lengths(source: TaskSource, counters: Sequence[CountTokens], field: str | None) -> Iterator[int]:
+def _lengths(
+    source: TaskSource, counters: Sequence[CountTokens], field: str | None, left_out: LeftOut
+) -> Iterator[int | None]:
+    """Tokens of each task's prompt; None, and a row more in ``left_out``, for one that has no prompt."""
     for begin in range(0, len(source), _ROWS_AT_ONCE):
-        tasks = [source[row] for row in range(begin, min(begin + _ROWS_AT_ONCE, len(source)))]
-        texts = [prompt_text(task.data, field, f"task {task.task_id}") for task in tasks]
-        yield from map(max, zip(*(count(texts) for count in counters), strict=True))
+        texts: list[str | None] = []
+        for row in range(begin, min(begin + _ROWS_AT_ONCE, len(source))):
+            task = source[row]
+            try:
+                texts.append(prompt_text(task.data, field, f"task {task.task_id}"))
+            except DatasetError as error:
+                left_out.add(error.message)
+                texts.append(None)
+        counted = [count([text or "" for text in texts]) for count in counters]
+        for text, *lengths in zip(texts, *counted, strict=True):
+            yield None if text is None else max(lengths)

@@ -108,6 +108,9 @@ class Ring:
             seed=recipe.run.seed,
             on_result=self._evaluated,
             compositions=recipe.evaluation_compositions(),
+            samples={
+                name: data.samples_per_task for name, data in recipe.data.evaluation.items() if data.samples_per_task
+            },
         )
         self.dispatcher = Dispatcher(
             pool=self.pool,

@@ -1,4 +1,4 @@
-"""The membrane to replicas: convert, call the ring, convert."""
+"""The membrane to replicas and their gateway: convert, call the ring, convert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from services.common.serde_accounts import account_from_proto, peer_from_proto
 from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
 from services.orchestrator.acks import AckQueue
-from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup, ReplicaCommand
+from services.orchestrator.commands import (
+    AnnounceVersion,
+    CancelGroup,
+    LeavePool,
+    PlayGroup,
+    ReplicaCommand,
+    UseGateway,
+)
+from services.orchestrator.gateway_side import GatewaySide
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import INVALID_RECORD, RecordOutcome
 from services.orchestrator.pool import Held, Hello
@@ -39,10 +47,10 @@ _OUTCOME = {
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
-    def __init__(self, ring: Ring, envgateway_address: str) -> None:
+    def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._side = ReplicaSide(ring)
-        self._envgateway_address = envgateway_address
+        self._gateway = GatewaySide(ring)
         self.closing = asyncio.Event()
 
     async def JoinPool(
@@ -66,18 +74,21 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         mailbox = replica.mailbox
         assert mailbox is not None
         try:
-            yield pool_pb2.JoinPoolResponse(
-                welcome=pool_pb2.Welcome(
-                    run_id=self._ring.run_id,
-                    lease=serde.duration_to_proto(self._ring.pool.lease_s),
-                    envgateway_address=self._envgateway_address,
-                )
-            )
+            yield self._welcome(self._gateway.address)
             while (command := await mailbox.get()) is not None:
                 yield self._command(command)
         finally:
             self._ring.pool.stream_ended(replica, mailbox)
             log.info("replica.stream_ended", replica=request.replica_id)
+
+    def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
+        return pool_pb2.JoinPoolResponse(
+            welcome=pool_pb2.Welcome(
+                run_id=self._ring.run_id,
+                lease=serde.duration_to_proto(self._ring.pool.lease_s),
+                envgateway_address=gateway,
+            )
+        )
 
     def _command(self, command: ReplicaCommand) -> pool_pb2.JoinPoolResponse:
         match command:
@@ -94,6 +105,22 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 return pool_pb2.JoinPoolResponse(new_version=announced)
             case LeavePool(reason):
                 return pool_pb2.JoinPoolResponse(drain=pool_pb2.Drain(reason=reason))
+            case UseGateway(address):
+                return self._welcome(address)
+
+    async def JoinGateway(
+        self, request: pool_pb2.JoinGatewayRequest, context: Context
+    ) -> AsyncIterator[pool_pb2.JoinGatewayResponse]:
+        number = self._gateway.join(request.address)
+        try:
+            yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._ring.run_id))
+            # Without a deadline: until this process ends, when replicas, which may still call the gateway, have left.
+            await self.closing.wait()
+            if self._ring.control.ended:
+                reason = f"the run has {self._ring.control.phase.value}"
+                yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
+        finally:
+            self._gateway.left(number)
 
     async def ReportReplica(
         self, request: pool_pb2.ReportReplicaRequest, context: Context

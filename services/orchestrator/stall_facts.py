@@ -8,7 +8,7 @@ from collections.abc import Callable
 from services.common.accounts import AccountState, Activity, PeerState
 from services.orchestrator.pool import Replica
 from services.orchestrator.ring import Ring
-from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
+from services.orchestrator.stalls.facts import GATEWAY, Facts, PolicyFacts, ReplicaFacts, TrainerFacts
 
 UNSEEN_REPORTS = 2  # one may cross the order on its way
 
@@ -47,6 +47,8 @@ def own_activity(ring: Ring) -> Activity:
         return Activity("paused", "person")
     if "disk" in holds or ring.journal.blocked:
         return Activity("waiting for free disk", "disk")
+    if GATEWAY in holds:
+        return Activity("waiting for the environment gateway to join", GATEWAY)
     if not any(replica.takes_work for replica in ring.pool):
         return Activity("waiting for a replica", "inference")
     if missing := [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]:

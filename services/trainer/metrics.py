@@ -42,7 +42,7 @@ class StepMetrics:
     grad_norm_max: float
     learning_rate: float  # of the last update
     updates_applied: int
-    updates_skipped: int  # gradient not finite, or nothing to train
+    updates_skipped: int  # gradient not finite, nothing to train, or stopped early
     entropy: float  # of the temperature-scaled distribution, in nats
     kl_reference: float  # by kl_estimator, by k1 when it is in the reward; 0 without a reference model
     mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
@@ -85,7 +85,7 @@ def step_metrics(
         name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
         for name in total
         if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
-    } | {name: total[name] / len(updates) for name in total if name.startswith("m2po_")}
+    } | {name: total[name] / max(len(updates), 1) for name in total if name.startswith("m2po_")}
     return StepMetrics(
         training_step=batch.training_step,
         loss=total.get("loss", 0.0) / max(len(updates), 1),

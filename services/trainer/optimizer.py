@@ -96,7 +96,8 @@ class PolicyOptimizer:
         return Update(grad_norm=norm, learning_rate=rate, applied=applied)
 
     def skip(self) -> None:
-        """Count a minibatch that held nothing to train."""
+        """Count a minibatch that is not trained on, and clear the gradients that it left."""
+        self.adamw.zero_grad(set_to_none=True)
         self.num_updates += 1
 
     def state_dict(self) -> dict[str, Any]:

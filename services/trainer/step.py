@@ -3,7 +3,7 @@
     advantages (stamped statistics) -> pack -> [proximal pass] -> per minibatch:
         [trust region or keep mask over all micro-batches and ranks]
         per micro-batch: forward -> per-token loss -> share of the minibatch's loss -> backward
-        clip -> update
+        clip -> update, or (early_stop_ratio) none, and none for the minibatches that are left
 
 The gradient does not depend on packing, micro-batch size or ranks: denominators are the minibatch's global totals,
 statistics are gathered over ranks, and a rank without work computes zeros beside the others. On a CPU the same batch
@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
+import structlog
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
@@ -40,6 +41,8 @@ from services.trainer.optimizer import PolicyOptimizer, Update
 from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 from services.trainer.usage import Usage
+
+log = structlog.get_logger(__name__)
 
 Logprobs = Seq[torch.Tensor]  # one [num_targets] per micro-batch
 
@@ -96,13 +99,18 @@ class TrainStep:
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
         updates: list[Update] = []
+        stopped = False
         for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
-            if totals.num_trained_tokens == 0:
+            if stopped or totals.num_trained_tokens == 0:
                 self.optimizer.skip()
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
-            self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version)
-            updates.append(self.optimizer.update())
+            ratios = self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version)
+            stopped = self._stops_early(batch.training_step, index, ratios, totals)
+            if stopped:
+                self.optimizer.skip()
+            else:
+                updates.append(self.optimizer.update())
         seconds = time.perf_counter() - started
         total = sums.reduce(self.ranks)
         return step_metrics(
@@ -184,8 +192,10 @@ class TrainStep:
         proximal: Seq[torch.Tensor] | None,
         sums: Sums,
         fresh_version: int | None,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []"""
         context: _Context | None = None
+        ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
             current = self._logprobs(micro_batches) if self._needs_region else None
             context = self._context(micro_batches, totals, current, proximal)
@@ -194,6 +204,8 @@ class TrainStep:
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
                 context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
+            gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
+            ratios += gap.exp().sum(dtype=torch.float64)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
@@ -205,6 +217,20 @@ class TrainStep:
             sums.add("m2po_eps_low", context.region.eps_low * share)
             sums.add("m2po_eps_high", context.region.eps_high * share)
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
+        return ratios
+
+    def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
+        """Whether the policy is too far from the one that sampled the minibatch. A collective where that is asked for.
+
+        Taken over the whole minibatch, so that it does not depend on packing.
+        """
+        limit = self.config.early_stop_ratio
+        if limit is None:
+            return False
+        mean = float(self.ranks.sum(ratios)) / totals.num_trained_tokens
+        if mean > limit:
+            log.warning("step.stopped_early", training_step=step, minibatch=minibatch, mean_ratio=mean, limit=limit)
+        return mean > limit
 
     def _context(
         self,

@@ -34,8 +34,6 @@ async def _started(request: pytest.FixtureRequest, kv_policy: KvPolicy, shared: 
         request.getfixturevalue("sglang_python")
         yield await shared.lend(kv_policy)
         return
-    if request.param != "scripted":
-        pytest.importorskip("torch")
     subject = await start_embedded(request.param, kv_policy)
     yield subject
     await subject.engine.stop()

@@ -15,19 +15,36 @@ from typing import Any
 import orjson
 import pytest
 
+from services.common.config.loading import load_recipe
+from services.common.config.recipe import warm_start_dir
+from services.trainer.warm_start import make_starting_checkpoint
+from tests.integration.trainer.launching import made_once
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 240.0
 
 # The quickstart's own recipe, made small: what is tested is the ring, not the learning.
+WARM_START = ["warm_start.model0.steps=12", "warm_start.model0.batch_size=64"]
 SMALL = [
-    "warm_start.model0.steps=12",
-    "warm_start.model0.batch_size=64",
     "policies.model0.batch.size=32",
     "policies.model0.batch.dynamic_sampling=false",
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
     "data.evaluation.held_out.limit=16",
 ]
+
+
+@pytest.fixture(scope="session")
+def started_from(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a run that begins with a starting checkpoint made before, once for all runs, instead of its own."""
+
+    def make(directory: Path) -> None:
+        make_starting_checkpoint(
+            load_recipe(REPOSITORY / "recipes" / "quickstart", WARM_START, {}), "model0", directory
+        )
+
+    made = warm_start_dir(made_once(tmp_path_factory, "warm_start", make), "model0")
+    return ["warm_start={}", f"policies.model0.model.path={made}"]
 
 
 class Run:
@@ -99,11 +116,11 @@ class Run:
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def start_run(tmp_path: Path, started_from: list[str]) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(name: str, *settings: str) -> Run:
-        runs.append(Run(tmp_path, name, *settings))
+        runs.append(Run(tmp_path, name, *started_from, *settings))
         return runs[-1]
 
     yield start

@@ -24,17 +24,18 @@ from services.trainer.setup import build_step, open_checkpoints
 from services.trainer.sharding import Ranks
 from tests.e2e.conftest import REPOSITORY, Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parity")]  # one run for all
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def finished(tmp_path_factory: pytest.TempPathFactory, started_from: list[str]) -> Iterator[Run]:
     """One run for all questions; nobody changes it."""
     run = Run(
         tmp_path_factory.mktemp("runs"),
         "parity",
+        *started_from,
         f"run.steps={STEPS}",
         "policies.model0.trainer.checkpoint_every=1",
         "policies.model0.trainer.keep_checkpoints=10",

@@ -37,6 +37,7 @@ def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else
     run.wait_for(run.steps, "the first training step")
     address = ("--orchestrator", run.address_of("orchestrator"))
     assert millrace("status", run.directory)[0] == 0
+    assert millrace("pause", run.directory)[0] == 0  # the commands that follow have the machine for themselves
     assert millrace("status", *address, keys=run.directory / "keys" / "viewer")[0] == 0
     refused = {
         "stop": millrace("stop", *address, keys=run.directory / "keys" / "viewer"),
@@ -47,6 +48,7 @@ def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else
     assert "role viewer may not call" in refused["stop"][1]
     assert "speaks TLS, and this process has no keys" in refused["without keys"][1]
     assert "did not sign" in refused["another run's"][1]
+    assert millrace("resume", run.directory)[0] == 0
     run.kill("inference-a")  # it comes back with its keys
     step = run.steps()
     run.wait_for(lambda: run.steps() > step + 3, "steps after the replica was killed")

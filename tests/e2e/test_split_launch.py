@@ -9,16 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL, WARM_START
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [*SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+SETTINGS = [*WARM_START, *SMALL, "run.steps=2", "data.evaluation.held_out.limit=8", "evaluation.at_start=false"]
+WEBSHOP = "recipes/webshop/qwen2.5-7b-instruct-m2po-delta"
 VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
 
 
@@ -44,13 +47,14 @@ class Scripts:
         self._environment.pop("TASK_SERVER_PORT", None)
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, script: str) -> None:
+    def start(self, script: str, recipe: str = "recipes/quickstart", *arguments: str, **variables: str) -> None:
+        """Without arguments with ``SETTINGS``."""
         settings = [part for setting in SETTINGS for part in ("--set", setting)]
         with (self._directory / f"{script}.out").open("ab") as output:
             self.running[script] = subprocess.Popen(
-                [str(REPOSITORY / "deploy" / "launch" / script), "recipes/quickstart", *settings],
+                [str(REPOSITORY / "deploy" / "launch" / script), recipe, *(arguments or settings)],
                 cwd=REPOSITORY,
-                env=self._environment,
+                env=self._environment | variables,
                 stdout=output,
                 stderr=output,
             )
@@ -86,12 +90,39 @@ def test_a_run_is_started_by_its_scripts_and_goes_on_when_one_is_started_again(s
     scripts.running["2_orchestrator.sh"].kill()
     scripts.running["2_orchestrator.sh"].wait(10)
     scripts.start("2_orchestrator.sh")
-    for script in ("2_orchestrator.sh", "3_trainer_model0.sh", "1_inference_a.sh"):
+    for script in ("2_orchestrator.sh", "3_trainer_model0.sh", "1_inference_a.sh", "0_environment.sh"):
         assert scripts.running[script].wait(RUN_TIMEOUT_S) == 0, scripts.output(script)
-    assert scripts.running["0_environment.sh"].poll() is None, scripts.output("0_environment.sh")
-    assert "server.ready" in scripts.output("0_environment.sh")
+    assert "the run has finished" in scripts.output("0_environment.sh"), "it was told, and left"
     summary = json.loads((scripts.run_dir / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
     assert "going on with the run in" in scripts.output("2_orchestrator.sh")
     assert "waiting for the orchestrator at" in scripts.output("1_inference_a.sh")
     assert (scripts.run_dir / "export" / "model0" / "model.safetensors").is_file()
+
+
+def test_environments_are_served_alone_in_the_tiny_profile_until_they_are_stopped(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    script, settings = "0_environment.sh", ("--profile", "tiny", "--set", f"run.dir={tmp_path}")
+    scripts.start(script, WEBSHOP, *settings, TASK_SERVER_PORT=str(port), MILLRACE_DATA_ROOT="")
+    served = scripts.running[script]
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while (indices := indices_of("webshop", port)) is None:
+        assert served.poll() is None, scripts.output(script)
+        assert time.monotonic() < deadline, scripts.output(script)
+        time.sleep(0.2)
+    assert len(indices) > 0
+    assert not (scripts.run_dir / "recipe.json").exists(), "it is no run"
+    served.send_signal(signal.SIGTERM)
+    assert served.wait(60) == 0, scripts.output(script)
+
+
+def indices_of(task: str, port: int) -> list[int] | None:
+    """What the task server says are the tasks; None while nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/get_indices?name={task}", timeout=5) as answer:
+            found: list[int] = json.load(answer)
+            return found
+    except (urllib.error.URLError, ConnectionError):
+        return None

@@ -27,7 +27,7 @@ from services.common.errors import ConfigError
 from tests.e2e.conftest import REPOSITORY
 from tests.integration.orchestrator.conftest import Orchestrator
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("trace")]  # one run for all
 
 NUM_STEPS = 3
 SLOTS = 4

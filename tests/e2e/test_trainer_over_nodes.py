@@ -18,14 +18,16 @@ from tests.ports import free_port
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(tmp_path: Path) -> None:
+def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(
+    tmp_path: Path, started_from: list[str]
+) -> None:
     (tmp_path / "bin").mkdir()
     ssh = tmp_path / "bin" / "ssh"
     ssh.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$*"\n')
     ssh.chmod(0o755)
     spread = ["nodes=[0, 1]", "num_ranks=2", "interface=lo", f"rendezvous_port={free_port()}", "checkpoint_every=1"]
-    settings = [*SMALL, "run.steps=4", "evaluation.at_start=false", "evaluation.at_end=false", f"run.dir={tmp_path}"]
-    settings += ["run.id=two", *(f"policies.model0.trainer.{setting}" for setting in spread)]
+    settings = [*SMALL, *started_from, "run.steps=4", "evaluation.at_start=false", "evaluation.at_end=false"]
+    settings += [f"run.dir={tmp_path}", "run.id=two", *(f"policies.model0.trainer.{setting}" for setting in spread)]
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "services.cli", "run", str(REPOSITORY / "recipes" / "quickstart")]

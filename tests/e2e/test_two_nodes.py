@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._machines import TwoMachines, two_machines, why_not
+from benchmarks._machines import TwoMachines, two_machines
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 from services.cli.keyring import Keyring
+from tests import needs
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +21,7 @@ LEASE_S = 3.0
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[TwoMachines]:
-    if reason := why_not():
-        pytest.skip(reason)
+    needs.check("two machines")
     with two_machines(tmp_path) as made:
         yield made
 
@@ -30,9 +30,17 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
     machines: TwoMachines, tmp_path: Path
 ) -> None:
     run = TwoNodeRun(machines, tmp_path, *DELTAS, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
+
+    def join_from_node_1() -> None:
+        """Paused meanwhile: training would take the cores that node 1 starts on."""
+        run.ask("pause")
+        run.paste()
+        run.wait_for(lambda: run.is_member("a"), "the joining of a")
+        run.ask("resume")
+
     try:
         run.start()
-        run.paste()
+        join_from_node_1()
         run.wait_for_more("a", 8)
         assert run.trajectories()["b"], "node 0 plays too"
 
@@ -50,7 +58,7 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
         machines.node1.switch_off()
         goes_on_without_node_1()
         machines.switch_on_node1()
-        run.paste()
+        join_from_node_1()
         run.wait_for_more("a", 4)
 
         assert "training" in run.ask("status", "viewer")
@@ -83,6 +91,30 @@ def test_the_run_finishes_its_steps_with_inference_on_node_1_alone(machines: Two
     assert set(run.trajectories()) == {"a"}
 
 
+def test_programs_are_judged_on_node_1_by_one_setting(machines: TwoMachines, tmp_path: Path) -> None:
+    run = TwoNodeRun(
+        machines,
+        tmp_path,
+        *("run.steps=2", "inference.a.node=0", "envgateway.node=1", "evaluation.at_start=false"),
+        recipe="recipes/quickstart-code",
+    )
+    try:
+        run.start()
+        run.wait_for(lambda: "envgateway.node" in run.ask("status", "viewer"), "the wait for the gateway of node 1")
+        assert run.records() == [], "nothing is issued without it"
+        run.paste()
+        assert run.node0 is not None and run.node0.wait(240) == 0, run.output("node0")
+        assert run.node1 is not None and run.node1.wait(60) == 0, run.output("node1")
+    finally:
+        run.stop()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
+    assert run.trajectories()["a"] and failures(run) == 0
+    assert run.events("run.ended", run.logs_of_node1()), "the gateway left with the run"
+    assert [file.name for file in (run.run_dir / "logs").iterdir() if "envgateway" in file.name] == []
+
+
+@pytest.mark.needs("iptables")
 def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
     """No run is needed for it: a bundle of one, and a node 0 that does not answer."""
     bundle = machines.node1.checkout / "runs" / "mine"

@@ -17,7 +17,7 @@ from tests.random_models import build_model, make_prompt, make_request, perturbe
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.needs("CUDA"),
 ]
 
 TOLERANCE = 2e-3  # float32 with the GPU's own order of summation

@@ -17,7 +17,7 @@ from tests.unit.trainer.building import tiny_causal_lm
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.needs("CUDA"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.models import load_model, named_weights
-from services.trainer import attention
 from services.trainer.attention import Documents, documents_attention
 from services.trainer.model import load_policy_model
 from services.trainer.moments_on_host import MOMENTS, MomentsOnHost
@@ -23,7 +21,7 @@ from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, 
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.needs("CUDA"),
 ]
 
 CUDA = torch.device("cuda", 0)
@@ -93,10 +91,14 @@ def test_moments_wait_in_pinned_memory_and_the_update_has_the_bits_of_one_on_the
             assert torch.equal(ours.state[mine][name], plain.state[theirs][name].cpu())
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attn"])
+KERNELS = [
+    pytest.param(name, marks=pytest.mark.needs(need))
+    for name, need in (("varlen", "varlen attention"), ("flash_attn", "flash_attn"))
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_each_kernel_equals_sdpa_by_document_forward_and_backward(kernel: Any) -> None:
-    if importlib.util.find_spec(attention._PACKAGES[kernel]) is None:
-        pytest.skip(f"{kernel} is not installed")
     torch.manual_seed(0)
     offsets = np.cumsum([0, 65, 130, 130, 1, 33]).astype(np.int64)
     documents = Documents.from_offsets(offsets, CUDA)

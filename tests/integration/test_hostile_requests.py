@@ -25,7 +25,7 @@ SERVED = {
     "publisher": ("WeightService", "StatusService"),
     "inference": ("WeightService", "StatusService"),
 }
-COUNT = 800  # each; the benchmark sends 100,000 in all
+COUNT = 400  # each; the benchmark sends 100,000 in all
 
 
 @pytest.fixture

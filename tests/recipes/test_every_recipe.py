@@ -26,8 +26,8 @@ TIMEOUT_S = 300.0  # of a run that takes some 40 s on two idle cores
 pytestmark = pytest.mark.recipes
 
 
-def test_all_seventeen_are_there() -> None:
-    assert len(RECIPES) == 17
+def test_all_eighteen_are_there() -> None:
+    assert len(RECIPES) == 18
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -59,6 +59,8 @@ def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
         assert 0.05 < sum(step["batch_reward_mean"] for step in mine) / len(mine) < 1.5
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["state"] == "finished"
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < said["cores"] <= len(os.sched_getaffinity(0)) and said["load"] >= 0, "where its seconds were measured"
     moments = {evaluation.partition("/")[0] for evaluation in summary["evaluations"]}
     assert moments >= {"step-2", "end"}, "also while it trained"
     assert all(result["num_trajectories"] and not result["num_failed"] for result in summary["evaluations"].values())

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.needs import installed
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPOSITORY / "deploy" / "launch").glob("*.sh"), REPOSITORY / "recipes" / "run.sh"])
 NUMBERED = [script for script in SCRIPTS if script.name[0].isdigit()]
-
-
-def shellcheck() -> str | None:
-    return shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
 
 def test_these_are_the_numbered_scripts() -> None:
@@ -31,12 +26,10 @@ def test_these_are_the_numbered_scripts() -> None:
     ]
 
 
+@pytest.mark.needs("shellcheck")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_it_passes_shellcheck(script: Path) -> None:
-    program = shellcheck()
-    if program is None:
-        pytest.skip("shellcheck is not installed (extra dev)")
-    done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(installed("shellcheck")), str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 

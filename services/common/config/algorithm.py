@@ -40,6 +40,10 @@ class AlgorithmConfig(BaseModel):
     c_clip: float | None = Field(default=None, gt=1.0)
     """Dual clip: tokens with a negative advantage cost at most c_clip * |advantage|. Off when null."""
 
+    early_stop_ratio: float | None = Field(default=None, gt=1.0)
+    """Leave out an optimizer update, and those that follow in its training step, when the mean ratio policy / behaviour over the
+    minibatch's trained tokens is above this: then something is wrong with the data or the weights. Off when null."""
+
     m2po_threshold: float = Field(default=0.01, gt=0.0)
     """M2PO: largest allowed mean second moment of the log ratio over the tokens the trust region binds."""
 

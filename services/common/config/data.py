@@ -16,6 +16,9 @@ class WorkflowConfig(Section):
     """Settings of the workflow; each workflow documents and checks its own."""
 
 
+TRAIN, EVALUATION = "data.train", "data.evaluation"  # sections of datasets
+
+
 class DatasetConfig(Section):
     path: str | None = None
     """A jsonl or parquet file, a directory that `datasets` can load, or a Hugging Face dataset name."""
@@ -28,9 +31,12 @@ class DatasetConfig(Section):
     settings: dict[str, Any] = {}
     """Keyword arguments of the generator."""
     subset: str | None = None
-    """Configuration name of a Hugging Face dataset."""
+    """Configuration name of a Hugging Face dataset; with `name`, instead of the one that is known."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
+    form: Literal["math", "code"] | None = None
+    """With `path` or `generator`: bring rows of the layouts that known datasets have into the form that the reward of
+    this name reads, and leave out those that are not understood. Left out, rows are taken as they are."""
     id_field: str | None = None
     """Column that names a task; left out, the row number does."""
     shuffle: bool = True
@@ -38,7 +44,9 @@ class DatasetConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     """Take only the first rows."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Leave out training tasks whose text is longer, without chat template and instruction, and count them."""
+    """Leave out tasks whose text is longer, without chat template and instruction, and count them."""
+    samples_per_task: int | None = Field(default=None, ge=1)
+    """Under `data.evaluation` only: trajectories per task and sampling; left out, `evaluation.samples_per_task`."""
     seed: int = 0
     """Seeds generator and order, together with `run.seed` for training data."""
 
@@ -51,6 +59,8 @@ class DatasetConfig(Section):
                 "set exactly one of `path` (a jsonl file or a hub name), `name` (a dataset known by name) and "
                 f"`generator` (module:function){mend}"
             )
+        if self.name is not None and self.form is not None:
+            raise ValueError(f"form is {self.form!r}, and {self.name!r} has its own: leave form out")
         return self
 
 
@@ -64,13 +74,17 @@ class DataConfig(Section):
     """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
 
     @model_validator(mode="after")
-    def _evaluation_is_whole(self) -> DataConfig:
-        for name, dataset in self.evaluation.items():
-            if dataset.max_prompt_tokens is not None:
-                raise ValueError(
-                    f"evaluation.{name}.max_prompt_tokens: an evaluation plays every task; leave max_prompt_tokens out"
-                )
+    def _training_has_groups(self) -> DataConfig:
+        if self.train.samples_per_task is not None:
+            raise ValueError(
+                f"train.samples_per_task is {self.train.samples_per_task}: it is for data.evaluation; "
+                "write rollout.group_size for training"
+            )
         return self
+
+    def sections(self) -> dict[str, DatasetConfig]:
+        """The datasets by the path of their section."""
+        return {TRAIN: self.train} | {f"{EVALUATION}.{name}": config for name, config in self.evaluation.items()}
 
 
 class SamplingConfig(Section):
@@ -111,6 +125,17 @@ class EvaluationConfig(Section):
     pass_reward: float = 1.0
     """A trajectory with at least this reward counts as passed, for pass@k."""
     samples_per_task: int = Field(default=1, ge=1)
-    """Trajectories per task and sampling."""
+    """Trajectories per task and sampling, where `data.evaluation.<name>.samples_per_task` says nothing else."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Trajectories of evaluations that are played at once; left out, the slots of their replicas are the bound."""
     samplings: dict[str, SamplingConfig] = {"greedy": SamplingConfig(temperature=0.0)}
     """Named ways of sampling; each is a pass over the evaluation data."""
+
+    @model_validator(mode="after")
+    def _a_task_fits_into_what_is_in_flight(self) -> EvaluationConfig:
+        if self.max_in_flight is not None and self.max_in_flight < self.samples_per_task:
+            raise ValueError(
+                f"max_in_flight {self.max_in_flight} is below samples_per_task {self.samples_per_task}: the trajectories of a "
+                "task are issued together"
+            )
+        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.config.base import Section
 from services.common.config.environments import (
@@ -56,6 +56,16 @@ class SandboxConfig(Section):
     queue_size: int = Field(default=4096, ge=1)
     """Programs waiting for a slot, before callers are told to come back."""
 
+    def check_case_time(self, key: str, case_time_s: float) -> None:
+        """Raises ``ValueError`` when the sandbox stops a program before the time of a test case is over."""
+        for name in ("wall_time_s", "cpu_time_s"):
+            limit = getattr(self, name)
+            if case_time_s > limit:
+                raise ValueError(
+                    f"{key} is {case_time_s:g}, but envgateway.sandbox.{name} is {limit:g} and would stop a program after "
+                    f"{limit:g} s: raise envgateway.sandbox.{name} to {case_time_s:g}, or lower {key} to {limit:g}"
+                )
+
 
 class LiveConfig(Section):
     """Limits of one process that lives on between calls; processes, files and disk are limited as for programs."""
@@ -100,6 +110,11 @@ class MathRewardConfig(Section):
     """CPU time of one grading. An answer that takes more is worth nothing, and its worker is replaced."""
 
 
+class CodeRewardConfig(Section):
+    case_time_s: float | None = Field(default=None, gt=0)
+    """Time of a program on one test case of the reward `code`; left out, `sandbox.wall_time_s`, which is also the largest."""
+
+
 class QueueConfig(Section):
     lane_size: int = Field(default=4096, ge=1)
     """Jobs waiting in each lane, before callers are told to come back."""
@@ -135,6 +150,9 @@ class EnvGatewayConfig(Section):
     """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
     port: int = Field(default=50080, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
+    node: int = Field(default=0, ge=0)
+    """The node it runs on, and with it environments, rewards and programs. On another than 0 it says itself where replicas
+    reach it, `host` is left out, and nothing is issued until it has joined."""
     sandbox: SandboxConfig = SandboxConfig()
     """Sandboxed execution."""
     queue: QueueConfig = QueueConfig()
@@ -143,6 +161,8 @@ class EnvGatewayConfig(Section):
     """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()
     """Math rewards."""
+    code: CodeRewardConfig = CodeRewardConfig()
+    """The reward `code`."""
     rewards: list[str] = []
     """More rewards that callers may name: import paths of functions (`package.module:function`)."""
     tools: ToolsConfig = ToolsConfig()
@@ -163,3 +183,9 @@ class EnvGatewayConfig(Section):
     """Episodes open at once."""
     episode_lease_s: float = Field(default=300.0, gt=0)
     """An episode without a step for this long is closed."""
+
+    @model_validator(mode="after")
+    def _case_time_within_the_sandbox(self) -> EnvGatewayConfig:
+        if self.code.case_time_s is not None:
+            self.sandbox.check_case_time("envgateway.code.case_time_s", self.code.case_time_s)
+        return self

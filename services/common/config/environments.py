@@ -28,7 +28,8 @@ class AlfworldConfig(Section):
     """Folder of ALFWorld's data, which holds `json_2.1.1`."""
     games: Path | None = None
     """JSON file that lists games, relative to `data`: a list, or lists by name. Left out: every game below `data`,
-    sorted. A task's `index` counts in it."""
+    sorted by path, which is not the order that the data sets `alfworld-train` and `alfworld-valid` count in. A task's
+    `index` counts in it."""
     max_turns: int = Field(default=50, ge=1)
     """Turns of an episode; a task's row may say otherwise."""
     engine: EnginePoolConfig = EnginePoolConfig()
@@ -49,6 +50,9 @@ class TextworldConfig(Section):
     """Processes of the engine."""
 
 
+WebshopPage = Literal["text", "text_rich", "url"]
+
+
 class WebshopConfig(Section):
     data: Path | None = None
     """Folder of the catalogue in WebShop's raw form: `items_shuffle*.json`, `items_ins_v2*.json`,
@@ -63,6 +67,9 @@ class WebshopConfig(Section):
     """Which words of a title count as nouns: every word, or what spaCy's tagger says (extra `webshop`)."""
     spacy_model: str = "en_core_web_sm"
     """With `tagger: spacy`."""
+    observation: WebshopPage = "text"
+    """How a page is shown: as joined text, as text with marked buttons (AstraFlow's AgentBench does), or as its URL; a
+    task's row may say otherwise."""
     max_turns: int = Field(default=10, ge=1)
     """Turns of an episode; a task's row may say otherwise."""
 

@@ -82,13 +82,19 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
 
 
 def load_resolved(run_dir: Path) -> Recipe:
-    """Read what ``save_resolved`` wrote; raises ``ConfigError`` when the directory is no run directory."""
+    """Read what ``save_resolved`` wrote; raises ``ConfigError`` when the directory is no run directory, or a damaged one."""
     path = run_dir / RESOLVED
     if not path.is_file():
         raise ConfigError(
             f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
         )
-    return validate(json.loads(path.read_text()), source=str(path))
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}): put back what was saved when the run began, or start another run"
+        ) from None
+    return validate(tree, source=str(path))
 
 
 def with_run_id(recipe: Recipe, now: datetime | None = None) -> Recipe:

@@ -36,6 +36,9 @@ class RunConfig(Section):
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
+    resume: Literal["auto", "never"] = "never"
+    """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
+    and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
 
 
 class Recipe(Section):
@@ -94,6 +97,7 @@ class Recipe(Section):
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
         self._check_evaluation()
+        self._check_evaluation_fits()
         self._check_security()
         return self
 
@@ -104,6 +108,17 @@ class Recipe(Section):
                 f"security.tls is off, but {', '.join(away)}: only loopback may do without; write 127.0.0.1, or leave "
                 "security.tls out"
             )
+        gateway = self.envgateway
+        if gateway is not None and gateway.node != 0 and not is_loopback(gateway.host):
+            raise ValueError(
+                f"envgateway.host is {gateway.host}, but on node {gateway.node} (envgateway.node) the gateway listens at the "
+                "address of that node: leave host out, and set NODE_HOST there to choose an address"
+            )
+        if self.security.tls == "off" and len(nodes := self.nodes()) > 1:
+            raise ValueError(
+                f"security.tls is off, but the recipe has processes on nodes {', '.join(map(str, nodes))}, which reach each "
+                "other over a network: leave security.tls out, or run everything on node 0"
+            )
 
     def _check_evaluation(self) -> None:
         evaluation = self.evaluation
@@ -112,11 +127,32 @@ class Recipe(Section):
                 "evaluation is on but data.evaluation is missing: name a dataset there, "
                 "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
             )
+        for name, dataset in self.data.evaluation.items():
+            if evaluation.max_in_flight is not None and evaluation.max_in_flight < (dataset.samples_per_task or 0):
+                raise ValueError(
+                    f"evaluation.max_in_flight {evaluation.max_in_flight} is below data.evaluation.{name}.samples_per_task "
+                    f"{dataset.samples_per_task}: the trajectories of a task are issued together"
+                )
         for policy in evaluation.policies:
             if policy not in self.policies:
                 raise ValueError(
                     f"evaluation.policies names {policy!r}, which is no policy of this recipe; "
                     f"write one of {sorted(self.policies)}"
+                )
+
+    def _check_evaluation_fits(self) -> None:
+        slots = max((service.num_slots for service in self.inference.values()), default=None)
+        wanted = {"evaluation.samples_per_task": self.evaluation.samples_per_task} if self.data.evaluation else {}
+        wanted |= {
+            f"{where}.samples_per_task": config.samples_per_task
+            for where, config in self.data.sections().items()
+            if config.samples_per_task is not None
+        }
+        for key, samples in wanted.items():
+            if slots is not None and samples > slots:
+                raise ValueError(
+                    f"{key} ({samples}) exceeds the num_slots of every inference service ({slots} at most): the samples "
+                    "of a task are played by one replica"
                 )
 
     def _check_policies_are_served(self) -> None:
@@ -203,6 +239,7 @@ class Recipe(Section):
     def nodes(self) -> list[int]:
         """The nodes that it names, 0 first."""
         named = {service.node for service in self.inference.values()}
+        named |= {self.envgateway.node} if self.envgateway else set()
         return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
 
     def ports(self) -> list[tuple[str, int]]:

@@ -159,7 +159,7 @@ class JoinPoolResponse(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
-        """The first command: the terms of the lease."""
+        """The first command: the terms of the lease. Again when the environment gateway has another address."""
 
     @property
     def run_task_group(self) -> Global___RunTaskGroup:
@@ -204,7 +204,7 @@ class Welcome(google.protobuf.message.Message):
     run_id: builtins.str
     """The run."""
     envgateway_address: builtins.str
-    """Where the environment gateway answers; empty when the run has none."""
+    """Where the environment gateway answers; empty when the run has none, or when it has not joined yet."""
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """How long the lease lasts without a report."""
@@ -220,6 +220,70 @@ class Welcome(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["envgateway_address", b"envgateway_address", "lease", b"lease", "run_id", b"run_id"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
+
+@typing.final
+class JoinGatewayRequest(google.protobuf.message.Message):
+    """The environment gateway says where it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Where it answers, as replicas dial it. Counts when the recipe places the gateway on another node than the orchestrator."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address"]) -> None: ...
+
+Global___JoinGatewayRequest: typing_extensions.TypeAlias = JoinGatewayRequest
+
+@typing.final
+class JoinGatewayResponse(google.protobuf.message.Message):
+    """One word to the environment gateway."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: builtins.int
+    LEAVE_FIELD_NUMBER: builtins.int
+    @property
+    def welcome(self) -> Global___GatewayWelcome:
+        """The first word."""
+
+    @property
+    def leave(self) -> Global___Drain:
+        """The run has ended: leave."""
+
+    def __init__(
+        self,
+        *,
+        welcome: Global___GatewayWelcome | None = ...,
+        leave: Global___Drain | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["command", b"command", "leave", b"leave", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["command", b"command", "leave", b"leave", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["welcome", "leave"] | None: ...
+
+Global___JoinGatewayResponse: typing_extensions.TypeAlias = JoinGatewayResponse
+
+@typing.final
+class GatewayWelcome(google.protobuf.message.Message):
+    """The gateway has joined."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: builtins.int
+    run_id: builtins.str
+    """The run."""
+    def __init__(
+        self,
+        *,
+        run_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run_id", b"run_id"]) -> None: ...
+
+Global___GatewayWelcome: typing_extensions.TypeAlias = GatewayWelcome
 
 @typing.final
 class RunTaskGroup(google.protobuf.message.Message):

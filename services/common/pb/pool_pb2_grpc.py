@@ -50,6 +50,11 @@ class PoolServiceStub:
                 request_serializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
                 response_deserializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
                 _registered_method=True)
+        self.JoinGateway = channel.unary_stream(
+                '/millrace.v1.PoolService/JoinGateway',
+                request_serializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
+                response_deserializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer:
@@ -81,6 +86,14 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def JoinGateway(self, request, context):
+        """For the environment gateway: says where it answers, and is told when the run has ended. Joining again after a broken
+        stream is harmless; of several, the one that joined last counts. No deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +111,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.StreamTrajectories,
                     request_deserializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.FromString,
                     response_serializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.SerializeToString,
+            ),
+            'JoinGateway': grpc.unary_stream_rpc_method_handler(
+                    servicer.JoinGateway,
+                    request_deserializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.FromString,
+                    response_serializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +200,33 @@ class PoolService:
             '/millrace.v1.PoolService/StreamTrajectories',
             millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
             millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinGateway(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.v1.PoolService/JoinGateway',
+            millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
+            millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,7 +73,23 @@ _PoolServiceStreamTrajectoriesType = typing_extensions.TypeVar(
     ],
 )
 
-class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceReportReplicaType, _PoolServiceStreamTrajectoriesType]):
+_PoolServiceJoinGatewayType = typing_extensions.TypeVar(
+    '_PoolServiceJoinGatewayType',
+    grpc.UnaryStreamMultiCallable[
+        services.common.pb.pool_pb2.JoinGatewayRequest,
+        services.common.pb.pool_pb2.JoinGatewayResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        services.common.pb.pool_pb2.JoinGatewayRequest,
+        services.common.pb.pool_pb2.JoinGatewayResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        services.common.pb.pool_pb2.JoinGatewayRequest,
+        services.common.pb.pool_pb2.JoinGatewayResponse,
+    ],
+)
+
+class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceReportReplicaType, _PoolServiceStreamTrajectoriesType, _PoolServiceJoinGatewayType]):
     """Served by the orchestrator to inference replicas, which dial in."""
 
     @typing.overload
@@ -90,6 +106,10 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
             services.common.pb.pool_pb2.StreamTrajectoriesRequest,
             services.common.pb.pool_pb2.StreamTrajectoriesResponse,
         ],
+        grpc.UnaryStreamMultiCallable[
+            services.common.pb.pool_pb2.JoinGatewayRequest,
+            services.common.pb.pool_pb2.JoinGatewayResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -105,6 +125,10 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
         grpc.aio.StreamStreamMultiCallable[
             services.common.pb.pool_pb2.StreamTrajectoriesRequest,
             services.common.pb.pool_pb2.StreamTrajectoriesResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            services.common.pb.pool_pb2.JoinGatewayRequest,
+            services.common.pb.pool_pb2.JoinGatewayResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -124,6 +148,11 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
     What was not acknowledged is sent again on a new stream; repeating is harmless. No deadline.
     """
 
+    JoinGateway: _PoolServiceJoinGatewayType
+    """For the environment gateway: says where it answers, and is told when the run has ended. Joining again after a broken
+    stream is harmless; of several, the one that joined last counts. No deadline.
+    """
+
 PoolServiceAsyncStub: typing_extensions.TypeAlias = PoolServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         services.common.pb.pool_pb2.JoinPoolRequest,
@@ -136,6 +165,10 @@ PoolServiceAsyncStub: typing_extensions.TypeAlias = PoolServiceStub[
     grpc.aio.StreamStreamMultiCallable[
         services.common.pb.pool_pb2.StreamTrajectoriesRequest,
         services.common.pb.pool_pb2.StreamTrajectoriesResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        services.common.pb.pool_pb2.JoinGatewayRequest,
+        services.common.pb.pool_pb2.JoinGatewayResponse,
     ],
 ]
 
@@ -171,6 +204,16 @@ class PoolServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[services.common.pb.pool_pb2.StreamTrajectoriesResponse], collections.abc.AsyncIterator[services.common.pb.pool_pb2.StreamTrajectoriesResponse]]:
         """Trajectories and failures in; acknowledgements, up to 16 in one, out, once they are durable.
         What was not acknowledged is sent again on a new stream; repeating is harmless. No deadline.
+        """
+
+    @abc.abstractmethod
+    def JoinGateway(
+        self,
+        request: services.common.pb.pool_pb2.JoinGatewayRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[services.common.pb.pool_pb2.JoinGatewayResponse], collections.abc.AsyncIterator[services.common.pb.pool_pb2.JoinGatewayResponse]]:
+        """For the environment gateway: says where it answers, and is told when the run has ended. Joining again after a broken
+        stream is harmless; of several, the one that joined last counts. No deadline.
         """
 
 def add_PoolServiceServicer_to_server(servicer: PoolServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -28,6 +28,7 @@ DEADLINES: dict[str, float | None] = {
     "ReportReplica": 5.0,
     "ReportTrainer": 5.0,
     "StreamTrajectories": None,
+    "JoinGateway": None,
     "PullBatch": 60.0,  # to the first message
     "PublishVersion": 10.0,
     "GetManifest": 10.0,

@@ -43,6 +43,7 @@ LIMITS: dict[str, Limit] = {
     "ReportReplica": _REPORT,
     # Its messages are held back by acknowledgements, not by a rate.
     "StreamTrajectories": Limit(request_bytes=MOST_BYTES, calls_per_s=50.0, burst=500, concurrent=1024),
+    "JoinGateway": Limit(calls_per_s=20.0, burst=200),
     "JoinTraining": _HELLO,
     "ReportTrainer": _REPORT,
     "PullBatch": Limit(calls_per_s=500.0, burst=2000, concurrent=2048),  # every rank asks at the same moment

@@ -16,6 +16,7 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "JoinPool": {Role.INFERENCE},
         "ReportReplica": {Role.INFERENCE},
         "StreamTrajectories": {Role.INFERENCE},
+        "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
     },
     "millrace.v1.TrainingService": {
         "JoinTraining": {Role.TRAINER},

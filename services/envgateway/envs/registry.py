@@ -53,6 +53,11 @@ class EnvironmentRegistry:
         """Environments that can list their tasks."""
         return sorted(name for name, world in self._worlds.items() if isinstance(world, IndexedWorld))
 
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Worlds that are not set up here, with what is missing for each."""
+        return self._absent
+
     def build(self, name: str) -> Environment:
         """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
         self.require(name)

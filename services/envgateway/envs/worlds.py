@@ -21,14 +21,17 @@ def make_worlds(config: EnvGatewayConfig) -> dict[str, World | str]:
 
 
 def _alfworld(config: EnvGatewayConfig) -> World | str:
-    data = config.alfworld.data
+    data, games = config.alfworld.data, config.alfworld.games
+    missing = []
     if importlib.util.find_spec("alfworld") is None:
-        return "its engine is not installed: pip install 'millrace[alfworld]'"
+        missing.append("its engine is not installed: pip install 'millrace[alfworld]'")
     if data is None:
-        return "write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1"
-    if not data.is_dir():
-        return f"envgateway.alfworld.data: there is no folder {data.absolute()}"
-    return AlfworldWorld(config.alfworld, data)
+        missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
+    elif not data.is_dir():
+        missing.append(f"envgateway.alfworld.data: there is no folder {data.absolute()}")
+    if games is not None and not games.is_file():
+        missing.append(f"envgateway.alfworld.games: there is no file {games.absolute()}")
+    return AlfworldWorld(config.alfworld, data) if data is not None and not missing else "; ".join(missing)
 
 
 def _textworld(config: EnvGatewayConfig) -> World | str:

@@ -31,7 +31,6 @@ from services.envgateway.judge.records import (
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.records import ExecutionLimits
 
-CASE_TIME_S = 6.0
 JUDGING_TIMEOUT_S = 600.0  # of all cases together, the queue included
 
 
@@ -46,8 +45,10 @@ class CodeReward:
 
     timeout_s = JUDGING_TIMEOUT_S
 
-    def __init__(self, queue: JudgeQueue) -> None:
+    def __init__(self, queue: JudgeQueue, case_time_s: float | None = None) -> None:
+        """``case_time_s``: of a program on one case; None is the sandbox's limit."""
         self._queue = queue
+        self._limits = ExecutionLimits(wall_s=case_time_s)
 
     async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
         """Raises ``InvalidRequestError`` for a task whose tests are not understood."""
@@ -57,7 +58,7 @@ class CodeReward:
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
         if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
             code = with_preamble(code, tests.preamble, tests.entry_point)
-        request = JudgeRequest(code=code, tests=tests, limits=ExecutionLimits(wall_s=CASE_TIME_S), lane=Lane.BATCH)
+        request = JudgeRequest(code=code, tests=tests, limits=self._limits, lane=Lane.BATCH)
         try:
             result = await self._queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=self.timeout_s)
         except (CapacityError, DeadlineError) as error:

@@ -30,12 +30,19 @@ FUNCTION_TIMEOUT_S = 60.0
 class Rewards:
     """``compute`` scores a completion with a named function."""
 
-    def __init__(self, math_pool: MathPool, queue: JudgeQueue | None = None, paths: Iterable[str] = ()) -> None:
-        """Without a queue there is no ``code`` reward. ``paths`` are the import paths that callers may name
+    def __init__(
+        self,
+        math_pool: MathPool,
+        queue: JudgeQueue | None = None,
+        paths: Iterable[str] = (),
+        *,
+        case_time_s: float | None = None,
+    ) -> None:
+        """Without a queue there is no ``code`` reward; ``case_time_s`` is its time of one test case. ``paths`` are the import paths that callers may name
         (``envgateway.rewards``); ``ConfigError`` for one that cannot be loaded."""
         self._functions: dict[str, RewardFunction] = {"boxed": boxed_match, "math": MathReward(math_pool)}
         if queue is not None:
-            self._functions["code"] = CodeReward(queue)
+            self._functions["code"] = CodeReward(queue, case_time_s)
         self._functions |= {path: _load(path) for path in paths}
         self.counts: Counter[RewardOutcome] = Counter()
 

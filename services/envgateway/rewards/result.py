@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequestError
+from services.common.rows import TRUTH_FIELDS, truth_in
 
 
 class RewardOutcome(enum.StrEnum):
@@ -63,8 +64,6 @@ def grader_failed(detail: str) -> RewardResult:
 
 RewardFunction = Callable[[Mapping[str, Any], str], RewardResult | float | Awaitable[RewardResult | float]]
 
-_TRUTH_KEYS = ("answer", "ground_truth", "solution")
-
 
 def truth_of(task: Mapping[str, Any]) -> str:
     """The reference answer of a dataset row, in either column layout.
@@ -72,14 +71,11 @@ def truth_of(task: Mapping[str, Any]) -> str:
     >>> truth_of({"answer": 12}), truth_of({"reward_model": {"ground_truth": "12"}})
     ('12', '12')
     """
-    nested = task.get("reward_model")
-    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
-        return str(nested["ground_truth"]).strip()
-    for key in _TRUTH_KEYS:
-        if task.get(key) is not None:
-            return str(task[key]).strip()
+    truth = truth_in(task)
+    if truth is not None:
+        return str(truth).strip()
     keys = ", ".join(sorted(task)) or "none"
     raise InvalidRequestError(
-        f"the task has no reference answer: it needs one of {', '.join(_TRUTH_KEYS)} or reward_model.ground_truth; "
+        f"the task has no reference answer: it needs one of {', '.join(TRUTH_FIELDS)} or reward_model.ground_truth; "
         f"it has {keys}"
     )

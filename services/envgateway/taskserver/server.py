@@ -27,9 +27,10 @@ class TaskServer:
         assert config.port is not None
         tasks = Tasks(config, environments)
         if not tasks.all:
+            absent = "".join(f"\n  {name}: {why}" for name, why in environments.absent.items())
             raise ConfigError(
-                "envgateway.task_server has nothing to serve: set up an environment that can list its tasks, such as "
-                "webshop, or name one under envgateway.task_server.environments"
+                "envgateway.task_server has nothing to serve: name an environment under "
+                f"envgateway.task_server.environments, or set up one of these:{absent}"
             )
         self.conversations = Conversations(episodes, idle_s=idle_s)
         self._tasks = TaskOwner()

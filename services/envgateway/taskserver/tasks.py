@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ class Environments(Protocol):
 
     @property
     def names_with_indices(self) -> list[str]: ...
+
+    @property
+    def absent(self) -> Mapping[str, str]: ...
 
     def require(self, name: str) -> None: ...
 
@@ -69,11 +72,17 @@ class Tasks:
         return self._environments.max_turns(task.environment) if in_row is None else in_row
 
     async def indices(self, task: Task) -> Sequence[Index]:
-        """What ``index`` may be, in order. Raises what loading the environment raises."""
+        """What ``index`` may be, in order. Raises what loading the environment raises, and ``ConfigError`` where it holds
+        fewer tasks than the config's ``end`` says."""
         if task.name not in self._indices:
             everything = await self._environments.indices(task.environment)
             if everything is None:
                 everything = range(task.config.end or 0)
+            if task.config.end is not None and task.config.end > len(everything):
+                raise ConfigError(
+                    f"the environment {task.environment!r} holds {len(everything)} tasks; "
+                    f"envgateway.task_server.environments.{task.name}.end is {task.config.end}"
+                )
             self._indices[task.name] = everything[task.config.first : task.config.end]
             self._known[task.name] = frozenset(self._indices[task.name])
         return self._indices[task.name]

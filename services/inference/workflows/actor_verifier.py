@@ -3,8 +3,8 @@
     solve --> verify --approve or unparsed--> done
                 '-----reject--> solve again, with the verifier's words --> done
 
-Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict agrees with the correctness of
-the first solution, else 0, also when it cannot be read or was cut short by its budget. The rollout counts, in evaluation, by its last solution.
+Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict (``verdicts`` has the rules) agrees
+with the correctness of the first solution, else 0, also when it cannot be read or was cut short by its budget. The rollout counts, in evaluation, by its last solution.
 A verification whose prompt does not fit the context is left out, and so is a second try: that is no failure of what
 was sampled before it.
 """

@@ -1,7 +1,8 @@
 """What coder and verifier of ``codegen_verifier`` read: our own text, all of it here.
 
 ``{problem}`` is the task's text (for the verifier without its examples), ``{entry_point}`` the function that is called,
-``{num_cases}`` how many cases are asked for, ``{program}`` and ``{report}`` the earlier program and what it did.
+``{num_cases}`` how many cases are asked for, ``{program}`` the coder's first program and ``{report}`` what it did on the
+cases.
 """
 
 from __future__ import annotations
@@ -20,29 +21,44 @@ WRITE_FUNCTION = """Solve this programming problem in Python 3.
 Your code is called as `{entry_point}`. Write all of it, imports included and without calls of your own, into one block \
 that begins with ```python and ends with ```."""
 
-TEST_PROGRAM = """You test programs that you cannot see. Below is a programming problem without its examples. Find inputs \
-that a careless solution gets wrong: smallest and unusual values, ties, limits, what the statement says only once. \
-Keep them small enough to work out the right output by hand, and work it out step by step: a test whose output is \
-wrong rejects right programs.
+TEST_PROGRAM = """You test programs. Below are a programming problem without its examples, and a candidate program that \
+may be right or wrong. Read the program and look for inputs that it gets wrong: smallest and unusual values, ties, limits, \
+what the statement says only once. Keep them small enough to work out the right output by hand, and work it out step by \
+step from the statement, never from the program: a test whose output is wrong rejects right programs.
 
+Problem:
 {problem}
 
-Write at most {num_cases} test cases as one JSON list in a block that begins with ```json and ends with ```. "input" is \
-all that the program reads from standard input and "output" all that it must print:
+Candidate program:
+
+```python
+{program}
+```
+
+After your reasoning write exactly {num_cases} different test cases as one JSON list in a block that begins with ```json \
+and ends with ```. "input" is all that the program reads from standard input and "output" all that it must print:
 
 ```json
 [{"input": "...\\n", "output": "...\\n"}]
 ```"""
 
-TEST_FUNCTION = """You test programs that you cannot see. Below is a programming problem without its examples. Find \
-arguments that a careless solution gets wrong: smallest and unusual values, ties, limits, what the statement says only \
-once. Keep them small enough to work out the right value by hand, and work it out step by step: a test whose value is \
-wrong rejects right programs.
+TEST_FUNCTION = """You test programs. Below are a programming problem without its examples, and a candidate program that \
+may be right or wrong. Read the program and look for arguments that it gets wrong: smallest and unusual values, ties, \
+limits, what the statement says only once. Keep them small enough to work out the right value by hand, and work it out \
+step by step from the statement, never from the program: a test whose value is wrong rejects right programs.
 
+Problem:
 {problem}
 
-Write at most {num_cases} test cases as one JSON list in a block that begins with ```json and ends with ```. "args" is \
-the list of positional arguments of `{entry_point}` and "expected" the value that it must return:
+Candidate program:
+
+```python
+{program}
+```
+
+After your reasoning write exactly {num_cases} different test cases as one JSON list in a block that begins with ```json \
+and ends with ```. "args" is the list of positional arguments of `{entry_point}` and "expected" the value that it must \
+return:
 
 ```json
 [{"args": [...], "expected": ...}]
@@ -50,15 +66,9 @@ the list of positional arguments of `{entry_point}` and "expected" the value tha
 
 TRY_AGAIN = """{problem}
 
-An earlier answer to this problem was:
-
-```python
-{program}
-```
-
-A tester ran it and objects:
+An earlier program of yours for this problem was not accepted. A tester wrote test cases, and your program was run on them:
 
 {report}
 
-The tester may be wrong about what is right. Find out who is, and write the whole corrected code into one block that \
-begins with ```python and ends with ```."""
+The tester may be wrong about what is right. Solve the problem again, and write the whole code into one block that begins \
+with ```python and ends with ```."""

@@ -1,12 +1,14 @@
 """``codegen_verifier``: one policy writes a program, another writes test cases for it, and a failure is tried once more.
 
-    write --> (examples left out) make cases --> run the program on them --all pass, or no case--> done
-                                                        '---a case fails---> write again, with what failed
+    write --> (examples left out) make cases --> run the program on them --all pass--> done
+                                                        '---a case fails, or cases are missing---> write again
 
-The verifier reads the problem and no program. The decision to try again reads the generated cases only, never the ground
-truth. Credit: each program has its own correctness, 1 when it passes every test of the task, else 0; the verifier's is
-``verifier_reward`` (``generated_cases.verifier_reward`` has the formulas). A task without a reference solution is counted
-as ``reference_missing``; what would need one is then not earned. The rollout counts, in evaluation, by its last program.
+The verifier reads the problem and the first program. The decision to try again reads the generated cases only, never the
+ground truth; the second prompt has all cases with what the program did on them, and not the program. Credit: each program
+has its own correctness, 1 when it passes every test of the task, else 0; the verifier's is ``verifier_reward``
+(``generated_cases.verifier_reward`` has the formulas). The reference solution is the first of the row's solutions that
+passes every test of the task. A task without one is counted as ``reference_missing``; what would need one is then not
+earned. The rollout counts, in evaluation, by its last program.
 
 Left out, counted, and no failure of what was sampled before: a verification or a second try whose prompt does not fit the
 context, and the verification of a task that does not say how its programs are called. Machinery that fails while anything
@@ -66,9 +68,9 @@ class CodegenVerifierSettings(PromptSettings):
     """`coupled`: last program right + reference solution passes the cases. `own`: half for cases that the reference passes,
     half when they also agree with the ground truth about the first program."""
     num_cases: int = Field(default=2, ge=1, le=16)
-    """Test cases that count; what the verifier writes beyond them is left out."""
+    """Test cases that are asked for. What the verifier writes beyond them is left out; with fewer, none counts."""
     case_time_s: float = Field(default=6.0, gt=0)
-    """Time of a program on one generated case."""
+    """Time of a program on one generated case; at most that of `envgateway.sandbox`."""
     evaluate: Literal["coder", "all"] = "coder"
     """What an evaluation plays: the coder's first program alone, or everything."""
     max_report_chars: int = Field(default=1000, ge=40)
@@ -78,11 +80,15 @@ class CodegenVerifierSettings(PromptSettings):
     function_prompt: str = codegen_prompts.WRITE_FUNCTION
     """What the coder reads when a function is called, with `{problem}` and `{entry_point}`."""
     program_test_prompt: str = codegen_prompts.TEST_PROGRAM
-    """What the verifier reads when programs read stdin, with `{problem}` and `{num_cases}`."""
+    """What the verifier reads when programs read stdin, with `{problem}`, `{program}` and `{num_cases}`."""
     function_test_prompt: str = codegen_prompts.TEST_FUNCTION
-    """What the verifier reads when a function is called, with `{problem}`, `{num_cases}` and `{entry_point}`."""
+    """What the verifier reads when a function is called, with `{problem}`, `{program}`, `{num_cases}` and `{entry_point}`."""
     retry_prompt: str = codegen_prompts.TRY_AGAIN
-    """What the coder reads after a failed case, with `{problem}`, `{program}` and `{report}`."""
+    """What the coder reads when its program was not accepted, with `{problem}`, `{program}` and `{report}`."""
+
+
+_MAX_KNOWN_REFERENCES = 4096  # tasks whose reference solution is remembered
+_NO_PROGRAM = "(there is no program in the answer)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +99,19 @@ class _Job:
     context: WorkflowContext
     entry_point: str | None  # "" for programs that read stdin, None when the task does not say
     preamble: str  # what a program may go on behind
-    solution: str | None  # the reference, when the row has one
+    solutions: tuple[str, ...]  # of the row, as it writes them
 
     @classmethod
     def of(cls, task: Task, context: WorkflowContext) -> _Job:
         found = task.data.get("tests")
         tests: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        solution = task.data.get("solution")
-        usable = isinstance(solution, str) and solution.strip()
+        written = task.data.get("solutions") or [task.data.get("solution")]
         return cls(
             task=task,
             context=context,
             entry_point=entry_point_of(tests),
             preamble=str(tests.get("preamble") or ""),
-            solution=program_of(str(solution)) if usable else None,
+            solutions=tuple(text for text in written if isinstance(text, str) and text.strip()),
         )
 
     async def run_on(self, program: str, cases: Sequence[JudgeCase], case_time_s: float) -> tuple[CaseOutcome, ...]:
@@ -179,6 +184,8 @@ class CodegenVerifier:
     def __init__(self, settings: CodegenVerifierSettings) -> None:
         self._settings = settings
         self._grade = build_grader(settings.reward)
+        # By task and solutions: the rollouts of a task group have the same reference.
+        self._references: dict[tuple[str, ...], str | None] = {}
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         """Plays one rollout: a program, in training the test cases for it, after a failure a second program."""
@@ -193,7 +200,8 @@ class CodegenVerifier:
             return Outcome(sequences=(first.sequence(0),), reward=first.reward.value, metrics=metrics)
         second = await self._write_again(job, first, check) if check.rejects else None
         last = second or first
-        valid = await self._passes_reference(job, check.read.cases)
+        reference = await self._reference(job) if check.read.cases else None
+        valid = await self._passes(job, reference, check.read.cases)
         reward = verifier_reward(
             self._settings.verifier_reward,
             final_correct=last.correct,
@@ -207,7 +215,7 @@ class CodegenVerifier:
             "retry_skipped": float(check.rejects and second is None),
             "solved_by_retry": float(last.correct and not first.correct),
             "broken_by_retry": float(first.correct and not last.correct),
-            "reference_missing": float(job.solution is None),
+            "reference_missing": float(not job.solutions or (bool(check.read.cases) and reference is None)),
         }
         sequences = [first.sequence(0), check.sequence(reward, valid), *([second.sequence(1)] if second else [])]
         return Outcome(sequences=tuple(sequences), reward=last.reward.value, metrics=metrics)
@@ -234,12 +242,13 @@ class CodegenVerifier:
         """The second program; None when its prompt does not fit. Nothing in the prompt comes from the ground truth."""
         settings = self._settings
         messages = build_messages(settings, job.task)
+        told = report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)
         as_text = self._coder(job).chat.as_text  # what a program prints must not end a turn
         prompt = fill(
             settings.retry_prompt,
             problem=str(self._messages(job)[-1]["content"]),
             program=as_text(first.program.strip("\n")),
-            report=as_text(report(check.read.cases, check.outcomes, max_chars=settings.max_report_chars)),
+            report=as_text(told or f"No test case could be run: {check.read.problem}."),
         )
         try:
             return await self._write(job, with_last_text(messages, prompt))
@@ -247,14 +256,20 @@ class CodegenVerifier:
             return None
 
     async def _check(self, job: _Job, first: _Attempt) -> _Check | None:
-        """Test cases for a program that their author does not see; None when they cannot be asked for."""
+        """Test cases for the first program; None when they cannot be asked for."""
         settings = self._settings
         if job.entry_point is None:
             return None
         problem = without_examples(str(build_messages(settings, job.task)[-1]["content"]))
         template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
-        prompt = fill(template, problem=problem, num_cases=str(settings.num_cases), entry_point=job.entry_point)
         verifier = job.context.policy(settings.verifier)
+        prompt = fill(
+            template,
+            problem=problem,
+            program=verifier.chat.as_text(first.program.strip("\n") or _NO_PROGRAM),
+            num_cases=str(settings.num_cases),
+            entry_point=job.entry_point,
+        )
         try:
             conversation = Conversation(
                 verifier,
@@ -265,17 +280,31 @@ class CodegenVerifier:
         except PromptTooLongError:
             return None
         turn = await conversation.generate()
-        read = read_cases(turn.text, is_function=bool(job.entry_point), limit=settings.num_cases)
+        read = read_cases(turn.text, is_function=bool(job.entry_point), num_cases=settings.num_cases)
         outcomes = await job.run_on(first.program, read.cases, settings.case_time_s)
         return _Check(conversation, turn, read, outcomes)
 
-    async def _passes_reference(self, job: _Job, cases: Sequence[JudgeCase]) -> bool | None:
+    async def _reference(self, job: _Job) -> str | None:
+        """The first of the row's solutions that passes every test of the task; None when none does."""
+        key = (job.task.task_id, *job.solutions)
+        if key not in self._references:
+            found = None
+            for solution in job.solutions:
+                if (await self._grade(job.context.gateway, job.task, solution)).value >= 1.0:
+                    found = program_of(solution)
+                    break
+            if len(self._references) >= _MAX_KNOWN_REFERENCES:
+                self._references.clear()
+            self._references[key] = found
+        return self._references[key]
+
+    async def _passes(self, job: _Job, reference: str | None, cases: Sequence[JudgeCase]) -> bool | None:
         """Whether the reference solution passes the cases, of which there must be one; None without a reference."""
         if not cases:
             return False
-        if job.solution is None:
+        if reference is None:
             return None
-        return all(outcome.passed for outcome in await job.run_on(job.solution, cases, self._settings.case_time_s))
+        return all(outcome.passed for outcome in await job.run_on(reference, cases, self._settings.case_time_s))
 
     def _coder(self, job: _Job) -> PolicyClient:
         return job.context.policy(self._settings.policy or "model0")

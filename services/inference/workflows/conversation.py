@@ -29,7 +29,8 @@ class Turn:
 
 class Conversation:
     """``max_response_tokens`` bounds everything after the prompt, what the environment says included. ``thinking`` turns
-    the chat template's thinking on or off, where it has that; None leaves its default."""
+    the chat template's thinking on or off, where it has that; None leaves its default. ``assistant_prefill`` begins every
+    turn of the policy: environment tokens, which are not trained."""
 
     def __init__(
         self,
@@ -41,9 +42,10 @@ class Conversation:
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         thinking: bool | None = None,
+        assistant_prefill: str = "",
     ) -> None:
         self._policy = policy
-        self._chat = policy.chat.with_thinking(thinking)
+        self._chat = policy.chat.with_thinking(thinking).with_prefill(assistant_prefill)
         self._sampling = sampling
         prompt = self._chat.prompt_ids(messages, tools)
         longest = policy.context_length - 1  # at least one token must be new

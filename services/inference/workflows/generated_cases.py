@@ -7,7 +7,8 @@ Reading, by rules that a table of tests shows:
    ``tests`` or ``test_cases``.
 3. A case of a program has text ``input`` and ``output``; of a function a list ``args`` and a value ``expected``. A few other
    names for these are understood, and a list of lines for a text. Anything else is a malformed case: left out, counted.
-4. A case that repeats an earlier one is left out; of the rest the first ``limit`` count.
+4. A case that repeats an earlier one is left out; of the rest the first ``num_cases`` count. When fewer are left, none
+   counts: what was asked for is not there, and ``problem`` says why.
 
 Pure functions: no policy, no gateway. The decision to try again is made here from the cases alone, and nothing here that
 decides it is ever given the ground truth.
@@ -47,10 +48,11 @@ _WHAT_HAPPENED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedCases:
-    """What was read. ``num_left_out``: malformed, repeated or beyond the limit."""
+    """What was read. ``num_left_out``: malformed, repeated, beyond what was asked for, or too few to count."""
 
     cases: tuple[JudgeCase, ...] = ()
     num_left_out: int = 0
+    problem: str = ""  # why there are no cases
 
 
 def answer_of(text: str) -> str:
@@ -79,30 +81,34 @@ def entry_point_of(tests: Mapping[str, Any]) -> str | None:
     return calls[-1] if calls and calls[-1] != "candidate" else None
 
 
-def read_cases(text: str, *, is_function: bool, limit: int) -> GeneratedCases:
-    """The cases in a verifier's text, by the rules above."""
+def read_cases(text: str, *, is_function: bool, num_cases: int) -> GeneratedCases:
+    """The ``num_cases`` cases in a verifier's text, or none, by the rules above."""
     written = next((found for block in reversed(fenced_blocks(answer_of(text))) if (found := _listed(block))), [])
     cases: list[JudgeCase] = []
     for item in written:
         case = _case(item, is_function)
         # As JSON: in Python True equals 1, and a case of the one is no repetition of a case of the other.
-        if case is not None and len(cases) < limit and all(_text(case) != _text(other) for other in cases):
+        if case is not None and len(cases) < num_cases and all(_text(case) != _text(other) for other in cases):
             cases.append(case)
+    if not written:
+        return GeneratedCases(problem="there is no JSON list of test cases in the tester's answer")
+    if len(cases) < num_cases:
+        problem = f"{len(cases)} of {len(written)} test cases can be used, and {num_cases} were asked for"
+        return GeneratedCases(num_left_out=len(written), problem=problem)
     return GeneratedCases(cases=tuple(cases), num_left_out=len(written) - len(cases))
 
 
 def needs_retry(outcomes: Sequence[CaseOutcome]) -> bool:
-    """Whether the program failed on a generated case. Without a case nothing was found: no second try."""
-    return not all(outcome.passed for outcome in outcomes)
+    """Whether the program is not accepted: it failed on a generated case, or there is no case that it could have passed."""
+    return not outcomes or not all(outcome.passed for outcome in outcomes)
 
 
 def report(cases: Sequence[JudgeCase], outcomes: Sequence[CaseOutcome], *, max_chars: int) -> str:
-    """The failed cases, one by one; each text in it cut to ``max_chars`` in its middle."""
-    parts = []
-    for number, (case, outcome) in enumerate(zip(cases, outcomes, strict=True), start=1):
-        if not outcome.passed:
-            parts.append(f"Case {number}\n{_described(case, outcome, max_chars)}")
-    return "\n\n".join(parts)
+    """All cases, one by one, with what the program did; each text in it cut to ``max_chars`` in its middle."""
+    return "\n\n".join(
+        f"Case {number}\n{_described(case, outcome, max_chars)}"
+        for number, (case, outcome) in enumerate(zip(cases, outcomes, strict=True), start=1)
+    )
 
 
 def verifier_reward(
@@ -114,7 +120,7 @@ def verifier_reward(
     own       0.5 * (valid + discriminates): 0, 0.5 or 1. ``discriminates``: valid, and the cases agree with the ground
               truth about the first program
 
-    ``rejected`` says that the first program failed on a case. ``valid`` says that the reference solution passed them all;
+    ``rejected`` says that the first program was not accepted. ``valid`` says that the reference solution passed all cases;
     False when there are no cases, None when the task has no reference solution. Then nothing is earned for validity, and
     ``own`` gives its other half for the agreement alone.
     """
@@ -180,7 +186,9 @@ def _described(case: JudgeCase, outcome: CaseOutcome, max_chars: int) -> str:
         f"{'arguments' if is_function else 'input'}:\n{shown(case.given)}",
         f"expected:\n{shown(case.expected)}",
     ]
-    if outcome.verdict is CaseVerdict.WRONG_ANSWER and not is_function:
+    if outcome.passed:
+        lines.append("your program passed")
+    elif outcome.verdict is CaseVerdict.WRONG_ANSWER and not is_function:
         lines.append(f"your program printed:\n{shown(outcome.stdout) or '(nothing)'}")
     else:
         happened = _WHAT_HAPPENED.get(outcome.verdict, "gave another answer")

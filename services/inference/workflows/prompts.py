@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from pydantic import Field
 
 from services.common.chat import Message
 from services.common.config.base import Section
 from services.common.errors import DatasetError
+from services.common.rows import prompt_in
 from services.common.types import Task
-
-_TEXT_FIELDS = ("prompt", "problem", "question")
 
 
 class PromptSettings(Section):
@@ -80,14 +77,5 @@ def fill(template: str, **values: str) -> str:
 
 
 def _messages_of(field: str | None, task: Task) -> list[Message]:
-    data: Mapping[str, Any] = task.data
-    names = (field,) if field else ("messages", *_TEXT_FIELDS)
-    found = next((name for name in names if name in data), None)
-    if found is None:
-        raise DatasetError(f"task {task.task_id} has no prompt: looked for {', '.join(names)} in {sorted(data)}")
-    prompt = data[found]
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
-        return list(prompt)
-    raise DatasetError(f"task {task.task_id}: {found} is neither text nor a list of messages")
+    prompt = prompt_in(task.data, field, f"task {task.task_id}")
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -55,6 +55,9 @@ def build_workflows(recipe: Recipe) -> dict[Purpose, Workflow]:
     _check_policies(
         evaluation, recipe.evaluation_compositions(), recipe, "evaluation.workflow" if section else "workflow"
     )
+    _check_case_time(recipe.workflow, "workflow", recipe)
+    if section:
+        _check_case_time(section, "evaluation.workflow", recipe)
     for workflow in (training, evaluation):
         check: Callable[[Recipe], None] | None = getattr(workflow, "check", None)
         if check is not None:
@@ -80,6 +83,17 @@ def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], rec
                     f"{where} {type(workflow).__name__} asks for the policy {name!r}, but its rollouts are played by "
                     f"{', '.join(present)} alone (rollout.policies or evaluation.policies)"
                 )
+
+
+def _check_case_time(config: WorkflowConfig, where: str, recipe: Recipe) -> None:
+    """Refuses a workflow whose ``case_time_s`` is longer than the recipe's sandbox lets a program run."""
+    case_time_s = getattr(workflow_settings(config, where), "case_time_s", None)
+    if case_time_s is None or recipe.envgateway is None:
+        return
+    try:
+        recipe.envgateway.sandbox.check_case_time(f"{where}.settings.case_time_s", case_time_s)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def workflow_settings(config: WorkflowConfig, where: str = "workflow") -> Section:

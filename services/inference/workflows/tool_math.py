@@ -1,9 +1,10 @@
 """``tool_math``: math problems with a code tool, as rStar2 plays them, ready for GRPO-RoC.
 
-The dialogue is ``tool_use``'s. Beside the reward each sequence carries a ``penalty`` for how it came to its answer:
+The dialogue is ``tool_use``'s, in the form reason - answer: every turn is begun for the policy with ``<reason>``, and the
+answer stands in a tag of its own. Beside the reward each sequence carries a ``penalty`` for how it came to its answer:
 
     penalty = share of tool calls that failed (0.5 when there was none) + format term
-    format  = 1 when the answer tag is missing or unbalanced, else min((answer blocks - 1) / assistant turns, 1)
+    format  = 1 when the answer tag is missing or not closed in order, else min((answer blocks - 1) / assistant turns, 1)
 
 Which calls failed is decided on the structured status of the tool, never on words in its output. ``batch.resample`` keeps
 the right answers with the lowest penalty. Source: rStar2-Agent (arXiv 2508.20722).
@@ -11,6 +12,7 @@ the right answers with the lowest penalty. Source: rStar2-Agent (arXiv 2508.2072
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from pydantic import Field
@@ -20,8 +22,9 @@ from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.rewards import build_grader
 from services.inference.workflows.tool_use import ToolUse, ToolUseSettings
 
-SYSTEM = """You solve math problems. Think first, and use the tools where computing is safer than reasoning. Then write \
-your answer between <answer> and </answer>."""
+SYSTEM = """You solve math problems together with a user who asks them. First reason about the problem, between <reason> and \
+</reason>, and use the tools where computing is safer than reasoning. Then give your answer, between <answer> and </answer>: \
+<reason>your reasoning</reason> <answer>your answer</answer>."""
 
 INSTRUCTION = "\n\nPut the final answer into \\boxed{} inside the answer tags."
 
@@ -31,6 +34,8 @@ class ToolMathSettings(ToolUseSettings):
     """System turn before a prompt that has none."""
     instruction: str = INSTRUCTION
     """Text after the last user turn."""
+    assistant_prefill: str = "<reason>"
+    """Text that every assistant turn begins with; it is not trained."""
     answer_tag: str = Field(default="answer", min_length=1)
     """The tag that the answer must stand in, once."""
     max_prompt_tokens: int | None = 2048
@@ -83,13 +88,13 @@ def tool_error_share(calls: float, failed: float) -> float:
 
 
 def format_term(turns: list[str], tag: str) -> float:
-    """1 when the answer tag is missing or unbalanced; more than one answer costs per assistant turn.
+    """1 when the answer tag is missing or not closed in order; more than one answer costs per assistant turn.
 
     >>> format_term(["<answer>1</answer>"], "answer"), format_term(["1"], "answer")
     (0.0, 1.0)
     """
     text = "".join(turns)
-    opened, closed = text.count(f"<{tag}>"), text.count(f"</{tag}>")
-    if not opened or opened != closed:
+    blocks = len(re.findall(rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>", text, re.DOTALL))
+    if not blocks or text.count(f"<{tag}>") != blocks or text.count(f"</{tag}>") != blocks:
         return 1.0
-    return min((opened - 1) / len(turns), 1.0)
+    return min((blocks - 1) / len(turns), 1.0)

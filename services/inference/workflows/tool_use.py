@@ -52,6 +52,9 @@ class ToolUseSettings(PromptSettings):
     """A longer tool response is cut in the middle."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """Bound of everything after the prompt, tool responses included; left out, the context is the bound."""
+    assistant_prefill: str = ""
+    """Text that every assistant turn begins with, such as `<reason>`: the policy goes on from there. It is not trained, and not
+    part of what is graded."""
     print_trailing_expression: bool = True
     """With `format: code`: also print the value of a trailing expression, as a notebook does."""
 
@@ -118,6 +121,7 @@ class ToolUse:
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
             thinking=self._settings.thinking,
+            assistant_prefill=self._settings.assistant_prefill,
         )
 
     async def _play(

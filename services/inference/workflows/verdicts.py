@@ -1,4 +1,10 @@
-"""What a verifier decided, read from its text. Knows nothing about policies or rewards."""
+"""What a verifier decided, read from its text. Knows nothing about policies or rewards.
+
+1. The last tag that holds one of the two words, ``<verdict>approve</verdict>`` or ``<verdict>reject</verdict>``, decides.
+2. Without such a tag the words decide: a text that speaks of approving and not of rejecting approves, and the other way
+   round.
+3. Anything else is unparsed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,8 @@ import enum
 import re
 
 _TAG = re.compile(r"<verdict>\s*(.*?)\s*</verdict>", re.DOTALL | re.IGNORECASE)
+_APPROVES = re.compile(r"\bapprove[ds]?\b", re.IGNORECASE)
+_REJECTS = re.compile(r"\breject(?:s|ed|ing|ion)?\b", re.IGNORECASE)
 
 
 class Verdict(enum.StrEnum):
@@ -15,13 +23,16 @@ class Verdict(enum.StrEnum):
 
 
 def read_verdict(text: str) -> Verdict:
-    """The last well-formed verdict tag decides; a last tag that says something else is no verdict.
+    """The verdict by the rules above.
 
-    >>> read_verdict("It is wrong. <verdict>reject</verdict>")
-    <Verdict.REJECT: 'reject'>
+    >>> read_verdict("It is wrong. <verdict>reject</verdict>"), read_verdict("I approve it.")
+    (<Verdict.REJECT: 'reject'>, <Verdict.APPROVE: 'approve'>)
     """
-    tags = _TAG.findall(text)
-    if not tags:
+    words = [tag.strip().strip(".!*\"'").lower() for tag in _TAG.findall(text)]
+    tagged = [word for word in words if word in (Verdict.APPROVE, Verdict.REJECT)]
+    if tagged:
+        return Verdict(tagged[-1])
+    approves, rejects = bool(_APPROVES.search(text)), bool(_REJECTS.search(text))
+    if approves == rejects:
         return Verdict.UNPARSED
-    word = tags[-1].strip().strip(".!*\"'").lower()
-    return Verdict(word) if word in (Verdict.APPROVE, Verdict.REJECT) else Verdict.UNPARSED
+    return Verdict.APPROVE if approves else Verdict.REJECT

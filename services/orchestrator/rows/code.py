@@ -4,23 +4,31 @@
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code}
 
-Understood are lists of ``input``/``output`` pairs (also as JSON text, with ``type`` and ``metadata.func_name``),
-``inputs``/``outputs`` with or without ``fn_name``, ``functional`` test code, HumanEval's columns, and MBPP's lists of
-asserts. A reference solution is kept under ``solution``. Whatever is not understood is refused, never guessed.
+Understood are lists of ``input``/``output`` pairs, ``inputs``/``outputs``, both also as JSON text or a Python literal and
+inside ``verification_info``; ``functional`` test code, HumanEval's columns, and MBPP's lists of asserts. Pairs may say
+their ``type`` (``stdin_stdout``; ``function_call`` or ``functional``) and what is called (``fn_name`` or
+``metadata.func_name``, in the pair or in the row); without a type, a pair that names a function calls it. Arguments
+of a call are a list, or a text with one JSON value per line. A reference solution is kept under ``solution``,
+several also under ``solutions``. Whatever is not understood is refused, never guessed.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from services.common.errors import DatasetError
+from services.common.programs import program_of
 
 Row = Mapping[str, Any]
 Tests = dict[str, Any]
 
 _PROBLEM_COLUMNS = ("problem", "question", "text", "prompt")
+_TESTS_COLUMNS = ("tests", "input_output", "test_cases", "verification_info")
+_IS_CALL = {"stdin_stdout": False, "stdin": False, "function_call": True, "functional": True}  # by the type of a pair
 
 
 def code_row(row: Row, where: str) -> dict[str, Any]:
@@ -33,9 +41,24 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
     solution = _solution(row)
     if solution is not None:
         normal["solution"] = solution
+    if isinstance(row.get("solutions"), list) and len(row["solutions"]) > 1:
+        normal["solutions"] = [text for text in row["solutions"] if isinstance(text, str) and text.strip()]
     if isinstance(row.get("starter_code"), str) and row["starter_code"].strip():
         normal["starter_code"] = row["starter_code"]
+    if normal["tests"]["kind"] == "call":
+        normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
     return normal
+
+
+def _called(name: str, normal: Row) -> str:
+    """The entry point: a method of ``Solution`` where the problem, its starter code or its solution say so.
+
+    >>> _called("add", {"starter_code": "class Solution:\\n    def add(self, a, b):"})
+    'Solution().add'
+    """
+    method = re.compile(rf"^\s*class Solution\b.*?^\s+def {re.escape(name)}\(", re.MULTILINE | re.DOTALL)
+    is_method = any(method.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
+    return f"Solution().{name}" if is_method else name
 
 
 def _problem(row: Row, where: str) -> str:
@@ -57,62 +80,80 @@ def _tests(row: Row, where: str) -> Tests:
     if isinstance(row.get("test_list"), list):
         code = "\n".join([str(row.get("test_setup_code") or ""), *map(str, row["test_list"])]).strip()
         return {"kind": "assert", "tests": code, "entry_point": "", "preamble": ""}
-    for name in ("tests", "input_output", "test_cases"):
-        if name in row:
-            return _of_any_shape(_parsed(row[name], f"{where}, {name}"), f"{where}, {name}")
+    for name in _TESTS_COLUMNS:
+        if row.get(name) is not None:
+            return _of_any_shape(_parsed(row[name], f"{where}, {name}"), f"{where}, {name}", _named_by(row))
     raise DatasetError(
-        f"{where}: no tests: looked for tests, input_output, test_cases, test and test_list in {sorted(row)}"
+        f"{where}: no tests: looked for {', '.join(_TESTS_COLUMNS)}, test and test_list in {sorted(row)}"
     )
 
 
-def _of_any_shape(found: Any, where: str) -> Tests:
+def _of_any_shape(found: Any, where: str, name: str) -> Tests:
+    """``name``: the function that the row calls, if it says so outside its tests."""
     if isinstance(found, list) and found:
-        return _of_pairs(found, where)
+        return _of_pairs(found, where, name)
     if isinstance(found, Mapping):
         if isinstance(found.get("functional"), str):
             return {"kind": "assert", "tests": found["functional"], "entry_point": "", "preamble": ""}
         if "inputs" in found and "outputs" in found:
-            return _of_columns(found, where)
+            return _of_columns(found, where, name)
+        if "test_cases" in found:
+            language = found.get("language", "python")
+            if language != "python":
+                raise DatasetError(f"{where}: the programs are {language}; only python is judged")
+            return _of_any_shape(_parsed(found["test_cases"], where), where, name)
     raise DatasetError(f"{where}: neither pairs of input and output, nor inputs and outputs, nor functional test code")
 
 
-def _of_pairs(pairs: list[Any], where: str) -> Tests:
-    names = set()
+def _of_pairs(pairs: list[Any], where: str, name: str) -> Tests:
+    names, kinds = set(), set()
     for number, pair in enumerate(pairs, start=1):
         if not isinstance(pair, Mapping) or "input" not in pair or "output" not in pair:
             raise DatasetError(f"{where}, case {number}: needs input and output")
-        metadata = pair.get("metadata")
-        names.add(str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else "")
+        named = _named_by(pair)
+        kind = str(pair.get("type") or pair.get("testtype") or "")
+        if kind and kind not in _IS_CALL:
+            raise DatasetError(f"{where}, case {number}: type {kind!r}; there are {', '.join(_IS_CALL)}")
+        is_call = _IS_CALL[kind] if kind else bool(named or name)
+        kinds.add(is_call)
+        names.add(named or name if is_call else "")
+    if len(kinds) > 1:
+        raise DatasetError(f"{where}: some cases read stdin and others call a function")
     if len(names) > 1:
         raise DatasetError(f"{where}: the cases call different functions: {', '.join(sorted(names))}")
-    name = names.pop()
-    kinds = {str(pair.get("type", "stdin_stdout")) for pair in pairs}
-    if name or kinds == {"functional"}:
-        if not name:
-            raise DatasetError(f"{where}: functional cases without metadata.func_name")
-        cases = [_call(pair["input"], pair["output"], f"{where}, case {n}") for n, pair in enumerate(pairs, start=1)]
-        return {"kind": "call", "entry_point": name, "cases": cases}
-    return _stdin([(pair["input"], pair["output"]) for pair in pairs], where)
+    inputs, outputs = [pair["input"] for pair in pairs], [pair["output"] for pair in pairs]
+    if not kinds.pop():
+        return _stdin(inputs, outputs, where)
+    if not (called := names.pop()):
+        raise DatasetError(f"{where}: the cases call a function and do not name it: no fn_name, no metadata.func_name")
+    return _calls(called, inputs, outputs, where)
 
 
-def _of_columns(found: Mapping[str, Any], where: str) -> Tests:
+def _of_columns(found: Mapping[str, Any], where: str, name: str) -> Tests:
     inputs, outputs = found["inputs"], found["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise DatasetError(f"{where}: inputs and outputs must be lists of one length, not empty")
-    name = found.get("fn_name")
-    if name:
-        cases = [
-            _call(given, expected, f"{where}, case {number}")
-            for number, (given, expected) in enumerate(zip(inputs, outputs, strict=True), start=1)
-        ]
-        return {"kind": "call", "entry_point": str(name), "cases": cases}
-    return _stdin(list(zip(inputs, outputs, strict=True)), where)
+    called = _named_by(found) or name
+    return _calls(called, inputs, outputs, where) if called else _stdin(inputs, outputs, where)
 
 
-def _stdin(pairs: list[tuple[Any, Any]], where: str) -> Tests:
-    cases = []
-    for number, (given, expected) in enumerate(pairs, start=1):
-        cases.append({"stdin": _text(given, where, number), "expected": _text(expected, where, number)})
+def _named_by(part: Row) -> str:
+    """The function that a pair, a pair of columns or a row names; empty when it names none."""
+    metadata = part.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = _json(metadata)
+        except ValueError:  # free text about the row
+            metadata = None
+    nested = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return str(part.get("fn_name") or nested or "")
+
+
+def _stdin(inputs: list[Any], outputs: list[Any], where: str) -> Tests:
+    cases = [
+        {"stdin": _text(given, where, number), "expected": _text(expected, where, number)}
+        for number, (given, expected) in enumerate(zip(inputs, outputs, strict=True), start=1)
+    ]
     return {"kind": "stdin", "cases": cases}
 
 
@@ -127,44 +168,66 @@ def _text(value: Any, where: str, number: int) -> str:
     )
 
 
-def _call(given: Any, expected: Any, where: str) -> dict[str, Any]:
-    """Arguments come as a list, as JSON text of one, or as one JSON value per line."""
-    if isinstance(given, str):
-        try:
-            lines = [json.loads(line) for line in given.splitlines() if line.strip()]
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{where}: the arguments are no JSON: {error}") from None
-        given = lines[0] if len(lines) == 1 and isinstance(lines[0], list) else lines
-    if not isinstance(given, list):
-        raise DatasetError(f"{where}: the arguments are a {type(given).__name__}; they must be a list")
-    if isinstance(expected, str):
-        try:
-            expected = json.loads(expected)
-        except json.JSONDecodeError:
-            pass  # a function that returns text
-    elif isinstance(expected, list) and len(expected) == 1:
-        expected = expected[0]  # APPS wraps the returned value
-    return {"args": given, "expected": expected}
+def _calls(name: str, inputs: list[Any], outputs: list[Any], where: str) -> Tests:
+    args = [_args(given, f"{where}, case {number}") for number, given in enumerate(inputs, start=1)]
+    # APPS and its descendants put every returned value into a list of one; a row in which not all are such lists does not.
+    wrapped = all(isinstance(expected, list) and len(expected) == 1 for expected in outputs)
+    values = [expected[0] if wrapped else _value(expected) for expected in outputs]
+    cases = [{"args": given, "expected": expected} for given, expected in zip(args, values, strict=True)]
+    return {"kind": "call", "entry_point": name, "cases": cases}
+
+
+def _args(given: Any, where: str) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    if not isinstance(given, str):
+        raise DatasetError(f"{where}: the arguments are a {type(given).__name__}; they must be a list or text")
+    try:
+        return [_json(line) for line in given.split("\n") if line.strip()]
+    except ValueError as error:
+        raise DatasetError(f"{where}: the arguments are not one JSON value per line: {error}") from None
+
+
+def _value(expected: Any) -> Any:
+    if not isinstance(expected, str):
+        return expected
+    try:
+        return _json(expected)
+    except ValueError:
+        return expected  # a function that returns text
 
 
 def _parsed(value: Any, where: str) -> Any:
+    """Text that holds JSON or a Python literal, as the value that it stands for; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{where}: not valid JSON: {error}") from None
+        return _json(value)
+    except ValueError as error:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise DatasetError(f"{where}: not valid JSON: {error}") from None
+
+
+def _json(text: str) -> Any:
+    """Raises ``ValueError`` also for what other readers of JSON do not have: NaN, infinities and bottomless nesting."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _solution(row: Row) -> str | None:
     if isinstance(row.get("canonical_solution"), str):
         return str(row.get("prompt", "")) + str(row["canonical_solution"])
-    for name in ("solution", "code"):
-        if isinstance(row.get(name), str) and row[name].strip():
-            return str(row[name])
     solutions = row.get("solutions")
-    if isinstance(solutions, str) and solutions.strip():
-        return solutions
-    if isinstance(solutions, list) and solutions and isinstance(solutions[0], str):
-        return solutions[0]
+    first = solutions[0] if isinstance(solutions, list) and solutions else solutions
+    for found in (row.get("solution"), row.get("code"), row.get("gold_standard_solution"), first):
+        if isinstance(found, str) and found.strip():
+            return program_of(found)
     return None

@@ -2,7 +2,8 @@
 
 Understood are the columns ``problem`` or ``question`` with ``answer``, ``prompt`` (messages or text) with
 ``reward_model.ground_truth``, and ``prompt`` with ``solutions``. An answer may be a number or text; GSM8K's stands after
-``####``, and one inside ``\\boxed{}`` is taken out of it. Whatever is not understood is refused, never guessed.
+``####``, and one inside ``\\boxed{}`` is taken out of it. The instruction that verl's preparations append to every prompt
+is taken off: how an answer is asked for is the recipe's. Whatever is not understood is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ Row = Mapping[str, Any]
 
 _PROBLEM_COLUMNS = ("problem", "question")
 _CHAT_MARKS = re.compile(r"<｜[A-Za-z▁]+｜>")  # role marks of a chat template that was applied to the text
+_INSTRUCTION = re.compile(
+    r"(?:\\n|\s)*Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(
+        " ", r"\s+"
+    ),
+    re.IGNORECASE,
+)
 _KEPT = ("level", "subject", "difficulty", "url")
 
 
-def math_row(row: Row, where: str) -> dict[str, Any] | None:
-    """The row in one form; None when its data set gives it no answer (null or empty). ``DatasetError`` names ``where``.
+def math_row(row: Row, where: str) -> dict[str, Any]:
+    """The row in one form; ``DatasetError`` names ``where`` and what is missing.
 
     >>> math_row({"question": "2+2?", "answer": 4.0}, "row 1")
     {'problem': '2+2?', 'answer': '4'}
     """
-    if "answer" in row and (row["answer"] is None or row["answer"] == ""):
-        return None
     normal: dict[str, Any] = {"problem": _problem(row, where), "answer": _answer(row, where)}
     return normal | {name: row[name] for name in _KEPT if name in row}
 
@@ -40,7 +45,7 @@ def answer_text(value: Any, where: str) -> str:
     ['70', '27', '2.5', '204']
     """
     if isinstance(value, bool) or value is None:
-        raise DatasetError(f"{where}: the answer is {value}; it must be a number or text")
+        raise DatasetError(f"{where}: the answer is {'null' if value is None else value}; it must be a number or text")
     if isinstance(value, float):
         if not math.isfinite(value):
             raise DatasetError(f"{where}: the answer is {value}; it must be finite")
@@ -64,10 +69,10 @@ def _problem(row: Row, where: str) -> str:
     if isinstance(prompt, list) and prompt:
         last = prompt[-1]
         if isinstance(last, Mapping) and last.get("role") == "user" and isinstance(last.get("content"), str):
-            return str(last["content"]).strip()
+            return _INSTRUCTION.sub("", str(last["content"])).strip()
         raise DatasetError(f"{where}: prompt must end with a user message that has text")
     if isinstance(prompt, str) and prompt.strip():
-        return _CHAT_MARKS.sub("", prompt).strip()
+        return _INSTRUCTION.sub("", _CHAT_MARKS.sub("", prompt)).strip()
     raise DatasetError(f"{where}: no problem: looked for problem, question and prompt in {sorted(row)}")
 
 

@@ -58,6 +58,10 @@ def absent_peers(facts: Facts, patience: Patience) -> Iterator[Finding]:
     since = patience.holds(("absent", "inference"), missing, facts.now, ABSENT_S)
     if since is not None:
         yield Finding(component="inference", cause=Cause.ABSENT, detail="no replica has joined", since=since)
+    away = facts.held_back.get(GATEWAY, "")
+    since = patience.holds(("absent", GATEWAY), bool(away) and not facts.ended, facts.now, ABSENT_S)
+    if since is not None:
+        yield Finding(component=GATEWAY, cause=Cause.ABSENT, detail=away, since=since)
 
 
 def silent_dependencies(facts: Facts, patience: Patience) -> Iterator[Finding]:

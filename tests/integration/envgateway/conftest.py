@@ -10,6 +10,7 @@ import pytest
 from services.common.config.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+from tests import needs
 
 Execute = Callable[..., Awaitable[ExecutionResult]]
 
@@ -38,7 +39,7 @@ async def pool() -> AsyncIterator[SandboxPool]:
 async def isolated_pool(pool: SandboxPool) -> SandboxPool:
     """For what only isolation can refuse."""
     if pool.tier == "0":
-        pytest.skip("neither slot users nor user namespaces work here: the sandbox runs at tier 0")
+        needs.unmet("isolating sandbox", "the sandbox runs at tier 0")
     return pool
 
 

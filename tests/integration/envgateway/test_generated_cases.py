@@ -59,7 +59,7 @@ async def play(
         policies={**context.policies, "model1": verifier}, gateway=gateway, sampling=context.sampling, seed=1
     )
     task = Task(task_id="t", data=row or ROW)
-    return await CodegenVerifier(CodegenVerifierSettings(case_time_s=3.0)).run(task, context)
+    return await CodegenVerifier(CodegenVerifierSettings(case_time_s=3.0, num_cases=len(cases))).run(task, context)
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,16 @@ async def test_an_output_longer_than_what_is_usually_kept_is_still_compared(clie
     assert (result["success"], result["run_success"], len(result["stdout"])) == (False, True, 1000)
 
 
-async def test_languages_and_math(client: Client) -> None:
+@pytest.mark.needs("C++ compiler")
+async def test_cpp(client: Client) -> None:
     source = '#include <cstdio>\nint main() { printf("a"); return 0; }'
     result = await client.post("/run", {"type": "cpp", "solution": source, "expected_output": "a"})
     assert result["success"]
     result = await client.post("/run", {"type": "cpp", "solution": "int main() { return x; }"})
     assert (result["success"], result["run_success"], result["reason"]) == (False, False, "") and result["stderr"]
+
+
+async def test_math(client: Client) -> None:
     for answer, right in (("so \\boxed{\\frac{1}{2}}", True), ("\\boxed{0.51}", False)):
         body = {"type": "math", "solution": answer, "expected_output": "0.5"}
         result = await client.post("/run", body)

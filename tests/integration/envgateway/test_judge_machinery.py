@@ -38,7 +38,6 @@ def judge(pool: SandboxPool) -> Judge:
 
 
 async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: SandboxPool) -> None:
-    pytest.importorskip("numpy")
     code = "import numpy, os, threading\nprint(numpy.random.rand(), threading.active_count())"
     outputs = {(await pool.run(ExecutionRequest(code=code))).stdout for _ in range(3)}
     assert len(outputs) == 3 and all(out.endswith(b" 1\n") for out in outputs)
@@ -121,8 +120,8 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="slot users need root")
-@pytest.mark.parametrize("tier", ["2", "1"])
+@pytest.mark.needs("root")  # slot users
+@pytest.mark.parametrize("tier", [pytest.param(tier, marks=pytest.mark.needs(f"sandbox tier {tier}")) for tier in "21"])
 def test_what_a_killed_gateway_leaves_is_swept_by_the_next(tier: str, repository: Path) -> None:
     gateway = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ORPHANING), tier], stdout=subprocess.PIPE, text=True, cwd=repository
@@ -182,9 +181,8 @@ def _children(pid: int) -> set[str]:
     return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
+@pytest.mark.needs("sandbox tier 2")  # no other has such processes
 async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(pool: SandboxPool) -> None:
-    if pool.tier != "2":
-        pytest.skip("only tier 2 has such processes")
     assert pool._supervisor is not None
     running = asyncio.create_task(pool.run(ExecutionRequest(code=SLEEP)))
     await asyncio.sleep(0.3)
@@ -215,9 +213,8 @@ def test_a_dead_gateways_directory_of_any_depth_is_removed(tmp_path: Path, monke
 CPP = '#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * n << "\\n"; }'
 
 
+@pytest.mark.needs("C++ compiler")
 async def test_cpp_is_compiled_once_and_run_for_each_case(pool: SandboxPool, judge: Judge) -> None:
-    if not pool.has_cpp:
-        pytest.skip("no C++ compiler")
     result = await pool.run(ExecutionRequest(code=CPP, language="cpp", stdin=b"7"))
     assert (result.status, result.stdout) == (ExecutionStatus.OK, b"49\n")
     before = sum(pool.counts.values())

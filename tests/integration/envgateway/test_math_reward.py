@@ -21,7 +21,6 @@ from services.envgateway.rewards.math_progress import ANSWER, TRUTH
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 
-pytest.importorskip("math_verify", reason="the envgateway extra is not installed")
 R = RewardOutcome
 
 

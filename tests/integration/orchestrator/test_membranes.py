@@ -18,7 +18,15 @@ from services.common.errors import (
     UnknownPolicyError,
     VersionConflictError,
 )
-from services.common.pb import pool_pb2, pool_pb2_grpc, run_pb2, run_pb2_grpc, trajectory_pb2
+from services.common.pb import (
+    pool_pb2,
+    pool_pb2_grpc,
+    run_pb2,
+    run_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    trajectory_pb2,
+)
 from services.common.rpc.channel import channel, translated_errors
 from tests.integration.orchestrator.conftest import Orchestrator
 
@@ -156,11 +164,28 @@ async def test_a_second_orchestrator_on_the_same_run_directory_is_refused(orches
     assert "is in use by another orchestrator (pid" in (orchestrator.run_dir / "stderr.txt").read_text()
 
 
-async def test_a_bad_dataset_row_ends_the_start_with_its_number(orchestrators: Make) -> None:
+async def test_rows_that_cannot_be_used_are_logged_and_counted_in_the_status(orchestrators: Make) -> None:
     orchestrator = orchestrators()
-    (orchestrator.run_dir / "tasks.jsonl").write_text('{"question": "a"}\n{"question": \n')
+    (orchestrator.run_dir / "tasks.jsonl").write_text('{"question": "a"}\n{"question": \n{"text": "b"}\n')
+    await orchestrator.start()
+    async with channel(orchestrator.address) as connection:
+        asked = status_pb2.GetStatusRequest()
+        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(asked, timeout=10)
+    gauges = dict(status.gauges)
+    assert (gauges["tasks"], gauges["rows_left_out/data.train"], gauges["rows_left_out/data.evaluation.held_out"]) == (
+        1.0, 2.0, 0.0,
+    )  # fmt: skip
+    told = (orchestrator.run_dir / "stderr.txt").read_text()
+    assert "row 2: not valid JSON" in told and "row 3 has no prompt" in told
+
+
+async def test_a_dataset_without_a_usable_row_ends_the_start_with_the_first_reasons(orchestrators: Make) -> None:
+    orchestrator = orchestrators()
+    (orchestrator.run_dir / "tasks.jsonl").write_text('{"text": "a"}\n{"question": \n')
     assert await asyncio.to_thread(orchestrator.spawn().wait, 30) == 2
-    assert "tasks.jsonl, row 2: not valid JSON" in (orchestrator.run_dir / "stderr.txt").read_text()
+    told = (orchestrator.run_dir / "stderr.txt").read_text()
+    assert "tasks.jsonl holds no row that can be used (2 looked at): row 1 has no prompt" in told
+    assert "row 2: not valid JSON" in told
 
 
 async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
@@ -171,3 +196,36 @@ async def test_a_port_in_use_is_named(orchestrators: Make) -> None:
     (second.run_dir / "recipe.json").write_text(json.dumps(tree))
     assert await asyncio.to_thread(second.spawn().wait, 30) == 2
     assert f"127.0.0.1:{first.port}: the port is in use" in (second.run_dir / "stderr.txt").read_text()
+
+
+async def test_a_gateway_is_told_of_the_end_of_the_run_after_replicas_have_left_and_of_nothing_else(
+    orchestrators: Make, peers: Peers
+) -> None:
+    orchestrator = orchestrators(**QUIET, run__steps=1, envgateway={"node": 1})
+    await orchestrator.start()
+    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
+    peers += [replica, trainer]
+    replica.start()
+    async with asyncio.timeout(60), channel(orchestrator.address) as connection:
+        stub = pool_pb2_grpc.PoolServiceStub(connection)
+        training = asyncio.ensure_future(trainer.run(1))
+        waiting = await orchestrator.until(lambda now: any("envgateway.node" in wait for wait in now.waits))
+        assert not replica.orders and waiting.counters.get("task_groups_issued", 0) == 0
+        call = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address="127.0.0.1:1"))
+        words = [word async for word in call]
+        await training
+    assert [word.WhichOneof("command") for word in words] == ["welcome", "leave"]
+    assert words[0].welcome.run_id == "scripted-test" and words[1].leave.reason == "the run has finished"
+    assert replica.orders and await orchestrator.wait() == 0
+
+
+async def test_a_gateway_is_not_told_to_leave_when_only_the_orchestrator_stops(orchestrators: Make) -> None:
+    orchestrator = orchestrators(**QUIET, envgateway={})
+    await orchestrator.start()
+    assert orchestrator.process is not None
+    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+        call = pool_pb2_grpc.PoolServiceStub(connection).JoinGateway(pool_pb2.JoinGatewayRequest(address="127.0.0.1:1"))
+        assert (await call.read()).WhichOneof("command") == "welcome"
+        orchestrator.process.terminate()
+        assert await call.read() == grpc.aio.EOF
+        assert await orchestrator.wait() == 0

@@ -71,6 +71,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16},
     "bfloat16_master": {"dtype": torch.bfloat16},
     "with_reference": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1)},
+    "stopped_early": {"early_stop_ratio": 0.8},  # mean ratios: 0.58 and 0.81 in the first step
     "offloaded": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1), "offload": True},
 }
 
@@ -117,11 +118,13 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
 
 
 def trained_weights(
-    ranks: Ranks, dtype: torch.dtype = torch.float64, **settings: Any
+    ranks: Ranks, dtype: torch.dtype = torch.float64, early_stop_ratio: float | None = None, **settings: Any
 ) -> tuple[Gradients, dict[str, float]]:
     """Weights and metrics after two steps of two minibatches with the real optimizer. ``settings`` of ``train_step``."""
     step = train_step(
-        AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0),
+        AlgorithmConfig(
+            name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0
+        ).model_copy(update={"early_stop_ratio": early_stop_ratio}),  # below 1 as well: that is where these ratios are
         causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
         max_tokens=TWO_RANK_MAX_TOKENS,

@@ -17,6 +17,7 @@ from services.trainer.sharding import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
     NUM_SEQUENCES,
+    PRECISIONS,
     TWO_RANK_MAX_TOKENS,
     Case,
     Gradients,
@@ -80,7 +81,10 @@ def padded_gradients(case: Case) -> Gradients:
     return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module", params=["one node", "two nodes"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(nodes, marks=pytest.mark.xdist_group(nodes)) for nodes in ("one node", "two nodes")],
+)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
     """Results of two real processes under torchrun with gloo, by name: of one torchrun, or of one each."""
     num_nodes = 1 if request.param == "one node" else 2
@@ -134,6 +138,16 @@ def test_two_ranks_train_the_weights_and_metrics_of_one(two_ranks: Callable[[str
     for rank in (0, 1):
         of_rank = {n: v.item() for n, v in two_ranks(f"metrics_{rank}").items()}
         assert of_rank == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_early_where_one_does(two_ranks: Callable[[str], Gradients]) -> None:
+    expected, metrics = trained_weights(Ranks.single(), **PRECISIONS["stopped_early"])
+    assert metrics["updates_skipped"] == 2.0, "of the second step, of which all is left out"
+    found, whole = two_ranks("precision_stopped_early"), two_ranks("weights")
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+    assert any(np.abs(whole[name] - value).max() > 1e-4 for name, value in expected.items())
 
 
 @pytest.mark.slow

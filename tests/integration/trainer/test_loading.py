@@ -11,7 +11,7 @@ import pytest
 from tests.integration.trainer.launching import made_once, run_processes, start_ranks
 from tests.integration.trainer.loading_cases import MIB, make_models
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("loading")]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "models_to_load", lambda directory: make_models(directory / "models")) / "models"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def loaded(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank saw."""
 

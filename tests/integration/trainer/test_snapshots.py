@@ -25,7 +25,7 @@ WAIT_S = 120.0
 CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable", "late"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The files of all cases, and what each rank saw."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -20,11 +23,13 @@ from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
-from tests.unit.trainer_service.building import POLICY, batch_of, save_model, save_tokenizer
+from tests.unit.trainer_service.building import POLICY, batch_of, recipe, save_model, save_tokenizer
 
 pytestmark = pytest.mark.slow
 
 Trainers = Callable[..., TrainerProcess]
+# Tests that share one run, on one worker.
+SHARED = pytest.mark.xdist_group("untouched trainer")
 
 
 async def run_to_the_end(orchestrator: FakeOrchestrator, trainer: TrainerProcess) -> dict[int, str]:
@@ -33,16 +38,31 @@ async def run_to_the_end(orchestrator: FakeOrchestrator, trainer: TrainerProcess
     return orchestrator.ledger
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def untouched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeOrchestrator]:
+    """The orchestrator of a run that went to its end with one trainer; nobody changes what it left."""
+    run_dir = tmp_path_factory.mktemp("untouched")
+    orchestrator = FakeOrchestrator(recipe(model, run={"id": f"test-{uuid.uuid4().hex[:12]}"}), run_dir)
+    await orchestrator.serve()
+    trainer = TrainerProcess(orchestrator, run_dir)
+    try:
+        await run_to_the_end(orchestrator, trainer)
+    finally:
+        trainer.close()
+        await orchestrator.stop_serving()
+    yield orchestrator
+
+
 def snapshots_left(orchestrator: FakeOrchestrator) -> list[Path]:
     return [path for directory in DEFAULT_DIRECTORIES for path in directory.glob(f"*{orchestrator.run_id}*")]
 
 
+@SHARED
 async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
-    make_orchestrator: MakeOrchestrator, trainers: Trainers
+    untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
     """Invariants 6 and 8: after two kills every digest is that of a run that nobody touched, and replay agrees."""
-    untouched = await make_orchestrator()
-    expected = await run_to_the_end(untouched, trainers(untouched))
+    expected = untouched.ledger
     assert sorted(expected) == [0, 1, 2, 3, 4, 5, 6]
     assert len(set(expected.values())) == 7
 
@@ -104,22 +124,26 @@ async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_
     assert ledgers[0] == ledgers[1]
 
 
-async def test_replay_asks_an_orchestrator_and_compares(
-    make_orchestrator: MakeOrchestrator, trainers: Trainers
-) -> None:
-    orchestrator = await make_orchestrator(run={"steps": 3})
-    trainer = trainers(orchestrator)
-    await run_to_the_end(orchestrator, trainer)
-    save_resolved(orchestrator.recipe, trainer.run_dir)
-    argv = [sys.executable, "-m", "services.trainer.replay", f"--run-dir={trainer.run_dir}", f"--policy={POLICY}"]
-    argv += ["--step=3", f"--orchestrator={orchestrator.address}", f"--digest={orchestrator.ledger[3]}"]
-    done = await asyncio.to_thread(
-        subprocess.run, argv, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+@SHARED
+async def test_replay_asks_an_orchestrator_and_compares(untouched: FakeOrchestrator) -> None:
+    orchestrator = FakeOrchestrator(untouched.recipe, untouched.run_dir)
+    orchestrator.ledger = dict(untouched.ledger)
+    save_resolved(orchestrator.recipe, orchestrator.run_dir)
+    await orchestrator.serve()
+    argv = [sys.executable, "-m", "services.trainer.replay", f"--run-dir={orchestrator.run_dir}", f"--policy={POLICY}"]
+    argv += ["--step=5", f"--orchestrator={orchestrator.address}", f"--digest={orchestrator.ledger[5]}"]
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run, argv, capture_output=True, text=True, timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    finally:
+        await orchestrator.stop_serving()
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["equal"] is True
-    assert report["from_checkpoint"] == 2
+    assert report["from_checkpoint"] == 4
+    assert orchestrator.pulls == [5], "the batch was asked for"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -141,17 +165,16 @@ async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
     assert orchestrator.pulls == [4, 5, 6]
 
 
+@SHARED
 async def test_a_checkpoint_of_another_model_is_refused_in_words(
-    make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
+    untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:
-    orchestrator = await make_orchestrator(run={"steps": 2})
-    trainer = trainers(orchestrator)
-    await run_to_the_end(orchestrator, trainer)
-    other = await make_orchestrator(save_model(tmp_path / "untied", tied=False), run={"steps": 2})
-    refused = trainers(other, run_dir=trainer.run_dir)
+    other = await make_orchestrator(save_model(tmp_path / "untied", tied=False), run={"id": untouched.run_id})
+    shutil.copytree(untouched.run_dir / "checkpoints", tmp_path / "refused" / "checkpoints")
+    refused = trainers(other, run_dir=tmp_path / "refused")
     refused.start()
     assert await refused.wait() == 2
-    assert "step_000002 is a checkpoint of another model: causal_lm.lm_head.weight is missing there" in refused.errors
+    assert "step_000006 is a checkpoint of another model: causal_lm.lm_head.weight is missing there" in refused.errors
 
 
 async def test_a_tokenizer_of_another_model_is_refused_in_words(

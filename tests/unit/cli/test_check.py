@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 import struct
@@ -27,7 +28,10 @@ HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "tasks.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
-    (tmp_path / "broken.jsonl").write_text('{"problem": "1+1", "answer": "2"}\nnot json\n')
+    program = {"problem": "Double it.", "tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "2"}]}}
+    (tmp_path / "programs.jsonl").write_text(json.dumps(program) + "\n")
+    (tmp_path / "broken.jsonl").write_text("[1]\nnot json\n")
+    (tmp_path / "mended.jsonl").write_text('{"problem": "1+1", "answer": "2"}\nnot json\n[1]\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer_config.json"):
@@ -52,17 +56,33 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_good_recipe_passes(recipe: Path) -> None:
-    check_recipe(load_recipe(recipe))
+    assert check_recipe(load_recipe(recipe)) == []
+
+
+def test_rows_that_are_left_out_are_told_and_refuse_nothing(recipe: Path) -> None:
+    overrides = ["data.train.path=mended.jsonl", "data.evaluation.held_out.path=mended.jsonl"]
+    overrides = [override.replace("mended", str(recipe.parent / "mended")) for override in overrides]
+    left_out = check_recipe(load_recipe(recipe, overrides, {}))
+    assert [line.partition(": row 2")[0] for line in left_out] == [
+        "data.train: 2 of 3 rows cannot be used and are left out",
+        "data.evaluation.held_out: 2 of 3 rows cannot be used and are left out",
+    ]
+    shown = CliRunner().invoke(app, ["check", str(recipe), "--set", overrides[0]])
+    assert shown.exit_code == 0
+    told = " ".join(shown.stdout.split())
+    assert "data.train: 2 of 3 rows cannot be used and are left out: row 2: not valid JSON" in told
+    assert "row 3: a row must be a JSON object, not list" in told
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
         ("data.train.path=/nowhere/tasks.jsonl", ("data.train.path", "/nowhere/tasks.jsonl", "does not exist")),
-        ("data.train.path={here}/broken.jsonl", ("data.train", "broken.jsonl", "2")),
+        ("data.train.path={here}/broken.jsonl", ("data.train", "broken.jsonl", "row 1", "row 2")),
         ("data.train.path={here}/empty.jsonl", ("data.train", "empty.jsonl")),
         ("workflow.name=singel_turn", ("workflow.name", "'singel_turn'", "single_turn")),
         ("workflow.name=nowhere.module:Flow", ("nowhere",)),
+        ("envgateway.code.case_time_s=5.5", ("code.case_time_s is 5.5", "envgateway.sandbox.wall_time_s is 5 ")),
         ("workflow.settings.rewrad=math", ("workflow.settings.rewrad", "unknown key", "'reward'")),
         ("workflow.settings.reward=recipes.quickstart.reward:nothing", ("nothing", "boxed_answer")),
         ("policies.model0.model.path=./nowhere", ("policies.model0.model.path", "config.json")),
@@ -75,6 +95,22 @@ def test_ten_broken_recipes_get_ten_precise_messages(recipe: Path, override: str
         check_recipe(load_recipe(recipe, [override.replace("{here}", str(recipe.parent))], {}))
     for expected in told:
         assert expected in caught.value.message
+
+
+@pytest.mark.parametrize("section", ["workflow", "evaluation.workflow"])
+@pytest.mark.parametrize("short", ["wall_time_s", "cpu_time_s"])
+def test_a_case_time_above_the_sandboxes_is_refused_with_both_keys_and_values(
+    recipe: Path, section: str, short: str
+) -> None:
+    settings = [f"{section}.name=codegen_verifier", f"{section}.settings={{reward: code, verifier: model0}}"]
+    settings.append(f"data.train.path={recipe.parent}/programs.jsonl" if section == "workflow" else "run.seed=1")
+    times = [f"envgateway.sandbox.{name}={5 if name == short else 6}" for name in ("wall_time_s", "cpu_time_s")]
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(load_recipe(recipe, [*settings, *times], {}))
+    told = f"{section}.settings.case_time_s is 6, but envgateway.sandbox.{short} is 5 "
+    assert told in caught.value.message
+    check_recipe(load_recipe(recipe, [*settings, *times, f"envgateway.sandbox.{short}=6"], {}))
+    check_recipe(load_recipe(recipe, [*settings, *times, f"{section}.settings.case_time_s=5"], {}))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -18,6 +18,7 @@ from services.cli.deploy.command import deploy
 from services.cli.deploy.layout import lay_out
 from services.common.config.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
+from tests import needs
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -36,10 +37,8 @@ ONE_NODE = sorted(
 
 
 def program(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if found is None:
-        pytest.skip(f"{name} is not installed (extra dev)")
-    return found
+    needs.check(name)
+    return str(needs.installed(name))
 
 
 def services_of(folder: Path, name: str = "compose.yaml") -> dict[str, Any]:
@@ -280,14 +279,11 @@ def test_a_recipe_outside_the_checkout_is_refused(tmp_path: Path) -> None:
         deploy(file, "compose", tmp_path)
 
 
+@pytest.mark.needs("Compose schema")
 def test_compose_files_of_every_recipe_are_valid(tmp_path: Path) -> None:
     """By the schema of the Compose Specification, where somebody says where it lies."""
-    schema = os.environ.get("COMPOSE_SPEC_SCHEMA")
-    if not schema:
-        pytest.skip("COMPOSE_SPEC_SCHEMA names no compose-spec.json (schema/ of the Compose Specification)")
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (extra dev)")
-    tree = yaml.safe_load(Path(schema).read_text())
-    validator = jsonschema.Draft7Validator(tree)
+    schema = Path(os.environ["COMPOSE_SPEC_SCHEMA"])
+    validator = jsonschema.Draft7Validator(yaml.safe_load(schema.read_text()))
     assert len(ONE_NODE) > 10
     for recipe in (*ONE_NODE, TWO_NODES):
         for profile in (None, "tiny"):

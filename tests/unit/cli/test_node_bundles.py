@@ -78,6 +78,14 @@ def test_the_bundle_of_node_1_holds_the_settings_and_one_role(tmp_path: Path) ->
     assert stat.S_IMODE((bundle / "keys" / "inference" / "key.pem").stat().st_mode) == 0o600
 
 
+def test_a_node_with_the_gateway_gets_its_keys_too(tmp_path: Path) -> None:
+    recipe = two_nodes(tmp_path, "envgateway.node=1")
+    keys_of_run(recipe, tmp_path, {})
+    keys = tmp_path / "nodes" / "1" / "keys"
+    assert {folder.name for folder in keys.iterdir()} == {"envgateway", "inference"}
+    assert identity.load(keys, Role.ENVGATEWAY).run == tmp_path.name
+
+
 def test_starting_checkpoints_that_the_run_makes_are_part_of_the_bundle(tmp_path: Path) -> None:
     """Also after the copy was prepared: they are made later."""
     recipe = load_recipe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import socket
@@ -11,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from services.cli import nodes, start
-from services.cli.nodes import address_of_node_0, commands_for_other_nodes, listening_host, with_addresses
-from services.cli.plan import ports_in_use, with_free_ports
+from services.cli.nodes import (
+    address_of_node_0,
+    commands_for_other_nodes,
+    gateway_host,
+    listening_host,
+    with_addresses,
+)
+from services.cli.plan import plan, ports_in_use, with_free_ports
 from services.cli.start import find
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
@@ -171,6 +179,54 @@ def test_the_script_of_node_1_exits_at_once_with_the_explanation() -> None:
     assert f"set {NODE_0} to the host name of the node that runs the orchestrator" in done.stderr
 
 
+def test_the_gateway_of_node_1_is_started_there_listens_there_and_is_nobody_elses_affair(run_dir: Path) -> None:
+    recipe = with_addresses(two_nodes("envgateway.node=1", "envgateway.port=0"), {nodes.NODE_HOST: HERE})
+    assert "envgateway" not in {spec.name for spec in plan(recipe, run_dir, 0)}
+    assert [spec.name for spec in plan(recipe, run_dir, 1)] == ["envgateway", "inference-a"]
+    assert recipe.envgateway is not None and recipe.envgateway.host == "127.0.0.1"
+    assert with_free_ports(recipe).envgateway == recipe.envgateway, "node 1 finds a port for itself"
+    *_, start = commands_for_other_nodes(recipe, run_dir, {NODE_0: "node0.example"})
+    assert "keys/envgateway deploy/launch/0_environment.sh runs/mine-node1 &" in start
+    assert "keys/inference deploy/launch/1_inference_a.sh runs/mine-node1 &" in start
+    found = find(recipe, "envgateway", None, {NODE_0: "elsewhere.example", nodes.NODE_HOST: HERE})
+    assert (found.node, found.orchestrator) == (1, "elsewhere.example:50050")
+    argv = found.process.argv
+    assert argv[argv.index("--host") + 1] == HERE and argv[argv.index("--orchestrator") + 1] == found.orchestrator
+    assert argv[argv.index("--run-dir") + 1] == str((Path("runs") / "mine-node1").resolve())
+
+
+def test_ports_of_a_gateway_elsewhere_may_be_taken_here() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        setting = f"envgateway.port={held.getsockname()[1]}"
+        assert any("envgateway.port" in line for line in ports_in_use(two_nodes(setting)))
+        assert not any("envgateway.port" in line for line in ports_in_use(two_nodes(setting, "envgateway.node=1")))
+
+
+def test_a_gateway_elsewhere_listens_at_its_address_on_the_way_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_own_address", {"192.0.2.99": HERE}.get)
+    assert gateway_host("elsewhere.example", {}) == HERE
+    assert gateway_host("127.0.0.1", {}) == "127.0.0.1", "node 0 on the same machine"
+    assert gateway_host("elsewhere.example", {nodes.NODE_HOST: "node0.example"}) == HERE, "as it is named"
+    with pytest.raises(ConfigError, match=f"no address on the way to 192.0.2.1: set {nodes.NODE_HOST}"):
+        gateway_host("192.0.2.1", {})
+
+
+def test_an_address_for_a_gateway_elsewhere_is_refused_for_it_would_not_count() -> None:
+    with pytest.raises(ConfigError, match=r"envgateway\.host is 192\.0\.2\.5, but on node 1 .*set NODE_HOST there"):
+        two_nodes("envgateway.node=1", "envgateway.host=192.0.2.5")
+
+
+def test_nodes_without_tls_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"security\.tls is off, but the recipe has processes on nodes 0, 1"):
+        load_recipe(REPOSITORY / "recipes/quickstart", ("security.tls=off", "envgateway.node=1"), {})
+
+
+def test_every_gateway_of_a_run_is_told_of_its_end() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/quickstart", ("orchestrator.port=50050",), {})
+    argv = next(spec.argv for spec in plan(recipe, Path("runs/mine")) if spec.name == "envgateway")
+    assert argv[argv.index("--orchestrator") + 1] == "127.0.0.1:50050"
+
+
 def test_a_free_port_is_refused_in_a_split_launch() -> None:
     with pytest.raises(ConfigError, match=r"orchestrator\.port is 0"):
         find(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), "inference-a", None, {})
@@ -194,3 +250,20 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     free = with_free_ports(Recipe.model_validate(tree))
     assert free.orchestrator.port and free.inference["b"].port
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
+
+
+@pytest.mark.needs("alfworld")
+def test_a_gateway_that_lacks_its_world_says_which_folder_before_it_starts(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        REPOSITORY / "recipes/alfworld/qwen2.5-7b-instruct-m2po-full",
+        (f"envgateway.alfworld.data={tmp_path}/none",),
+        {},
+    )
+    with pytest.raises(ConfigError, match=rf"the environment gateway of .* cannot start:\n.*{tmp_path}/none"):
+        start.start(recipe, "envgateway", tmp_path / "run", Console(file=io.StringIO()), {})
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_environments_are_started_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="write envgateway instead of inference-b"):
+        start.start(two_nodes(), "inference-b", tmp_path, Console(file=io.StringIO()), {}, alone=True)

@@ -62,8 +62,11 @@ def test_the_headline_names_samplings_before_and_after() -> None:
         "max_staleness": 1,
         "seconds": 100.0,
         "cpu_seconds": 200.0,
+        "cores": 2,
+        "load": 0.5,
     }
     flat = headline(summary)
     assert (flat["greedy_before"], flat["greedy_after"], flat["max_staleness"]) == (0.01, 0.9, 1)
     assert (flat["greedy/model0/solver/0_after"], flat["greedy/model1/verifier/0_after"]) == (0.8, 1.0)
+    assert (flat["cores"], flat["load"]) == (2, 0.5), "no figure is read without them"
     assert "greedy/model0/agent/0_before" not in flat, "one role says nothing more"

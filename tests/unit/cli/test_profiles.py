@@ -15,6 +15,7 @@ import yaml
 
 from services.cli.here import rows_here, world_here
 from services.cli.profiles import load_with_profile
+from services.cli.world_checks import index_problems, world_problems
 from services.common.config.loading import load_recipe, validate
 from services.common.config.profiles.tiny import tiny
 from services.common.errors import ConfigError, DatasetError
@@ -59,6 +60,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         **BASE,
         "workflow": {"name": "agent_env", "settings": {"environment": "alfworld", "max_turns": 15}},
         "policies": {"model0": {**POLICY, "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "context_length": 16384}}},
+        "envgateway": {"alfworld": {"engine": {"num_workers": 48}}},
     },
     "tools": {
         **BASE,
@@ -80,7 +82,7 @@ CHANGED = (
     "data.train.id_field  data.evaluation.*.name  data.evaluation.*.limit  data.evaluation.*.generator  "
     "data.evaluation.*.id_field  sampling.max_new_tokens  evaluation.every  evaluation.samples_per_task  "
     "evaluation.samplings.*.max_new_tokens  orchestrator.port  inference.*.port  inference.*.engine  "
-    "inference.*.device  inference.*.num_slots  envgateway.port  envgateway.sandbox.num_slots  "
+    "inference.*.device  inference.*.num_slots  envgateway.port  envgateway.sandbox.num_slots  envgateway.alfworld.engine.num_workers  "
     "envgateway.http.port  envgateway.queue.redis_uri  policies.*.trainer.gpus  policies.*.trainer.rendezvous_port  "
     "inference.*.node  inference.*.gpus  inference.*.engines  inference.*.dtype  "
 )
@@ -132,6 +134,9 @@ def test_what_a_recipe_is_about_stays(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_runs_on_this_machine_alone(name: str) -> None:
     recipe = validate(small(name), source=name)
+    if (gateway := recipe.envgateway) is not None:
+        pools = (gateway.alfworld.engine, gateway.textworld.engine, gateway.math)
+        assert max(gateway.sandbox.num_slots, *(pool.num_workers for pool in pools)) <= 2, "processes for two cores"
     assert {port for _, port in recipe.ports()} == {0}
     assert {service.engine for service in recipe.inference.values()} == {"forced"}
     assert set(recipe.inference) == {"a", "b"}, "as many services as the recipe has"
@@ -246,8 +251,8 @@ def test_games_are_played_with_the_commands_that_win_them(tmp_path: Path) -> Non
     assert source[0].data["game"] == "json_2.1.1/short/game.tw-pddl"
 
 
+@pytest.mark.needs("alfworld")
 def test_houses_are_made_where_there_are_no_games(tmp_path: Path) -> None:
-    pytest.importorskip("fast_downward", reason="the extra alfworld is not installed")
     for _ in range(2):  # the second time they are there
         made = tiny(agents("alfworld", tmp_path), rows_here, world_here)
     folder = Path(made["envgateway"]["alfworld"]["data"])
@@ -310,6 +315,7 @@ def test_every_recipe_can_be_made_tiny(repository: Path, tmp_path: Path) -> None
         recipe = load_with_profile(path, [f"run.dir={tmp_path}"], "tiny")
         assert {port for _, port in recipe.ports()} == {0}, path
         assert recipe.run.steps == 3
+        assert index_problems(recipe) == world_problems(recipe) == [], "its world is here and has its tasks"
 
 
 def test_the_quickstart_can_be_made_tiny(repository: Path) -> None:

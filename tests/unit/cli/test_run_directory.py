@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from services.cli import run, run_directory
 from services.cli.reach import reach
@@ -75,8 +78,49 @@ def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
         run_directory, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
     )
     with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
-        run_directory.reopen(directory)
+        run_directory.reopen(directory, wait_s=0)
     assert "..." not in caught.value.message
+
+
+def test_a_launch_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    _, directory = prepare(quickstart(tmp_path))
+    told = Console(file=io.StringIO(), width=300)
+    lock = run_directory.launcher_lock(directory)
+    lock.__enter__()
+    releasing = threading.Timer(0.3, lambda: lock.__exit__(None, None, None))
+    releasing.start()
+    run_directory.reopen(directory, told, wait_s=30)
+    releasing.join(10)
+    assert isinstance(told.file, io.StringIO)
+    assert f"is in use (launcher, pid {os.getpid()})" in told.file.getvalue()
+
+
+def test_a_run_that_ended_while_its_launch_was_waited_for_does_not_go_on(tmp_path: Path) -> None:
+    resolved, directory = prepare(quickstart(tmp_path))
+    lock = run_directory.launcher_lock(directory)
+    lock.__enter__()
+
+    def end() -> None:
+        (directory / "summary.json").write_text('{"state": "finished"}')
+        lock.__exit__(None, None, None)
+
+    ending = threading.Timer(0.3, end)
+    ending.start()
+    with pytest.raises(ConfigError, match="all its training steps are done"):
+        run_directory.reopen(directory, wait_s=30)
+    ending.join(10)
+    with pytest.raises(ConfigError, match="all its training steps are done"):
+        run.run(resolved, directory, Console(file=io.StringIO()))
+
+
+def test_of_two_launchers_one_gets_the_run(tmp_path: Path) -> None:
+    resolved, directory = prepare(quickstart(tmp_path))
+    with run_directory.launcher_lock(directory):
+        with pytest.raises(ConfigError, match=f"is in use .launcher, pid {os.getpid()}.*\\nis the run still going"):
+            run_directory.reopen(directory, wait_s=0)
+        with pytest.raises(ConfigError, match="in use by another launcher"):
+            run.run(resolved, directory, Console(file=io.StringIO()))
+    assert run_directory.reopen(directory, wait_s=0)[1] == directory
 
 
 def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's favour is Linux's")
+@pytest.mark.needs("Linux")
 def test_a_bound_program_dies_with_a_parent_that_is_killed() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment) as parent:

@@ -96,6 +96,11 @@ def test_a_resolved_recipe_reads_back_the_same(tmp_path: Path) -> None:
         ("sampling.temperature=0", ("sampling.temperature", "above 0")),
         ("data.train.generator=a.b:c", ("data.train", "exactly one")),
         ("evaluation.at_end=true", ("data.evaluation", "at_end to false")),
+        ("data.train.samples_per_task=4", ("data", "train.samples_per_task", "rollout.group_size")),
+        (
+            "data.evaluation={a: {path: b, samples_per_task: 65}}",
+            ("data.evaluation.a.samples_per_task (65)", "64 at most"),
+        ),
         ("rollout.group_size=1", ("dynamic_sampling", "group_size to 2")),
         ("policies.model0.batch.minibatches=1000", ("batch.minibatches", "(1000)", "(256)")),
         ("orchestrator.port=50061", ("inference.a.port", "orchestrator.port", "another port")),

@@ -9,13 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-torch = pytest.importorskip("torch")
-
-from services.common.chat import Chat  # noqa: E402
-from services.common.errors import ConfigError  # noqa: E402
-from services.common.models import check_model_matches, load_model, load_tokenizer  # noqa: E402
-from services.common.tiny_models import Kind, build  # noqa: E402
-from services.inference.engine.decoder import check_supported  # noqa: E402
+from services.common.chat import Chat
+from services.common.errors import ConfigError
+from services.common.models import check_model_matches, load_model, load_tokenizer
+from services.common.tiny_models import Kind, build
+from services.inference.engine.decoder import check_supported
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
 

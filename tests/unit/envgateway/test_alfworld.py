@@ -16,7 +16,7 @@ from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.actions import choose
 from services.envgateway.envs.alfworld.bleu import bleu
 from services.envgateway.envs.alfworld.episode import AlfworldEpisode
-from services.envgateway.envs.alfworld.games import game_of, list_games
+from services.envgateway.envs.alfworld.games import GameList, game_of, list_games
 from services.envgateway.envs.base import EpisodeLostError
 from services.envgateway.envs.replies import offer, read_action
 
@@ -48,7 +48,7 @@ class ScriptedEngine:
 
 
 async def begin(engine: ScriptedEngine, max_turns: int = 50, **task: Any) -> tuple[AlfworldEpisode, Any]:
-    episode = AlfworldEpisode(engine, Path("/data"), lambda: [GAME], max_turns)  # type: ignore[arg-type]
+    episode = AlfworldEpisode(engine, Path("/data"), lambda: GameList([GAME], "a list"), max_turns)  # type: ignore[arg-type]
     return episode, await episode.reset({"index": 0, **task}, 0)
 
 
@@ -197,10 +197,10 @@ def test_games_are_counted_in_a_sorted_tree_or_in_a_file(tmp_path: Path) -> None
     for name in ("b/2/game.tw-pddl", "a/1/game.tw-pddl", "a/1/other.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert list_games(tmp_path, AlfworldConfig()) == ["a/1/game.tw-pddl", "b/2/game.tw-pddl"]
+    assert list_games(tmp_path, AlfworldConfig()).names == ["a/1/game.tw-pddl", "b/2/game.tw-pddl"]
     games = tmp_path / "games.json"
     games.write_text(json.dumps({"x": ["b/2/game.tw-pddl"], "y": ["a/1/game.tw-pddl"]}))
-    assert list_games(tmp_path, AlfworldConfig(games=games)) == ["b/2/game.tw-pddl", "a/1/game.tw-pddl"]
+    assert list_games(tmp_path, AlfworldConfig(games=games)).names == ["b/2/game.tw-pddl", "a/1/game.tw-pddl"]
     for broken in ("{", "[1]", '{"x": 3}', "[]"):
         games.write_text(broken)
         with pytest.raises(ConfigError, match="alfworld"):
@@ -208,9 +208,9 @@ def test_games_are_counted_in_a_sorted_tree_or_in_a_file(tmp_path: Path) -> None
 
 
 def test_a_task_names_its_game_by_index_or_by_path_below_the_data() -> None:
-    data = Path("/data")
-    assert game_of({"index": 0}, [GAME], data) == GAME
-    assert game_of({"game": "x/game.tw-pddl"}, [GAME], data) == "x/game.tw-pddl"
+    data, games = Path("/data"), GameList([GAME], "envgateway.alfworld.games (/list.json)")
+    assert game_of({"index": 0}, games, data) == GAME
+    assert game_of({"game": "x/game.tw-pddl"}, games, data) == "x/game.tw-pddl"
     for task in (
         {},
         {"index": 1},
@@ -221,4 +221,8 @@ def test_a_task_names_its_game_by_index_or_by_path_below_the_data() -> None:
         {"game": "/etc"},
     ):
         with pytest.raises(InvalidRequestError):
-            game_of(task, [GAME], data)
+            game_of(task, games, data)
+    with pytest.raises(
+        InvalidRequestError, match=r"^envgateway.alfworld.games \(/list.json\) holds 1 games.* index 4648$"
+    ):
+        game_of({"index": 4648}, games, data)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.common.config.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InvalidRequestError
 from services.common.programs import program_of
 from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, JudgeResult, Verdict
@@ -57,6 +58,14 @@ async def test_only_what_is_about_the_program_is_a_reward(verdict: Verdict, outc
     result = await CodeReward(Queue(verdict))(STDIN, "print(1)")
     assert result.outcome is outcome
     assert verdict is Verdict.OK or str(verdict) in result.detail
+
+
+@pytest.mark.parametrize(("case_time_s", "wall_s"), [(6.0, 6.0), (2.0, 2.0), (None, 7.0)])
+async def test_a_case_has_the_time_that_is_set_or_the_sandboxes(case_time_s: float | None, wall_s: float) -> None:
+    queue = Queue()
+    await CodeReward(queue, case_time_s)(STDIN, "print(1)")
+    limits = queue.requests[0].limits.within(SandboxConfig(wall_time_s=7.0, cpu_time_s=6.5))
+    assert (limits["wall_s"], limits["cpu_s"]) == (wall_s, 6.5)
 
 
 async def test_a_full_queue_is_no_reward() -> None:

@@ -7,12 +7,11 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-sympy = pytest.importorskip("sympy", reason="the envgateway extra is not installed")
-
-from services.envgateway.rewards.exactness import is_merely_near  # noqa: E402
+from services.envgateway.rewards.exactness import is_merely_near
 
 
 def parsed(text: str) -> list[Any]:

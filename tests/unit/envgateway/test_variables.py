@@ -9,6 +9,7 @@ import pytest
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
+from services.envgateway import variables
 from services.envgateway.variables import port_variables, with_variables
 from services.envgateway.worker.rest import Rest
 from services.envgateway.worker.settings import worker_settings
@@ -24,6 +25,12 @@ def test_without_a_recipe_the_limits_are_code_judges() -> None:
     assert (config.sandbox.wall_time_s, config.sandbox.cpu_time_s, redis_uri) == (10.0, 10.0, "")
 
 
+def test_without_a_recipe_as_many_programs_run_as_the_process_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "num_cores", lambda: 2)
+    assert with_variables(None, {})[0].sandbox.num_slots == 2
+    assert with_variables(None, {"MAX_WORKERS": "3"})[0].sandbox.num_slots == 3
+
+
 def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() -> None:
     told = {"MAX_WORKERS": "64", "MAX_EXECUTION_TIME": "4", "MAX_MEMORY": "100", "REDIS_KEY_PREFIX": "p"}
     config, redis_uri = with_variables(SECTION, told)
@@ -32,6 +39,15 @@ def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() 
     assert (sandbox.memory_bytes, config.queue.redis_prefix, config.queue.lease_s) == (100 << 20, "p", 5)
     assert redis_uri == "redis://127.0.0.1:1"
     assert with_variables(SECTION, {})[0] == SECTION
+
+
+def test_a_time_below_the_recipes_case_time_is_refused_with_both() -> None:
+    section = EnvGatewayConfig.model_validate(
+        {"sandbox": {"wall_time_s": 6, "cpu_time_s": 6}, "code": {"case_time_s": 6}}
+    )
+    assert with_variables(section, {"MAX_EXECUTION_TIME": "6"})[0] == section
+    with pytest.raises(ConfigError, match=r"code\.case_time_s is 6, but envgateway\.sandbox\.wall_time_s is 4"):
+        with_variables(section, {"MAX_EXECUTION_TIME": "4"})
 
 
 @pytest.mark.parametrize(

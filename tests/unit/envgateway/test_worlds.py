@@ -11,11 +11,13 @@ from services.common.config.envgateway import EnvGatewayConfig
 from services.envgateway.envs.worlds import make_worlds
 
 
+@pytest.mark.needs("alfworld", "textworld")
 def test_a_world_that_cannot_be_offered_is_a_reason_that_names_the_setting(tmp_path: Path) -> None:
-    if importlib.util.find_spec("alfworld") is None:
-        pytest.skip("the extra alfworld is not installed")
     assert "envgateway.alfworld.data" in str(make_worlds(EnvGatewayConfig())["alfworld"])
     missing = str(tmp_path / "none")
+    listed = EnvGatewayConfig.model_validate({"alfworld": {"data": missing, "games": missing}})
+    for setting in ("envgateway.alfworld.data: there is no folder", "envgateway.alfworld.games: there is no file"):
+        assert f"{setting} {missing}" in str(make_worlds(listed)["alfworld"])
     config = EnvGatewayConfig.model_validate({"alfworld": {"data": missing}, "textworld": {"games": missing}})
     worlds = make_worlds(config)
     for name, setting in (("alfworld", "envgateway.alfworld.data"), ("textworld", "envgateway.textworld.games")):

@@ -68,15 +68,24 @@ async def play(
         (SILENT, Verdict.UNPARSED),
         ("<VERDICT> Reject. </VERDICT>", Verdict.REJECT),
         ("<verdict>reject</verdict> on reflection <verdict>approve</verdict>", Verdict.APPROVE),
-        ("<verdict>approve</verdict> hm <verdict>perhaps</verdict>", Verdict.UNPARSED),
+        ("<verdict>approve</verdict> hm <verdict>perhaps</verdict>", Verdict.APPROVE),
+        ("<verdict>approve</verdict>, I do not reject it", Verdict.APPROVE),
+        ("I would approve it, but no: <verdict>reject</verdict>", Verdict.REJECT),
         ("<verdict>approve or reject</verdict>", Verdict.UNPARSED),
-        ("<verdict>approve", Verdict.UNPARSED),
-        ("approve", Verdict.UNPARSED),
+        ("<verdict>approve", Verdict.APPROVE),
+        ("approve", Verdict.APPROVE),
+        ("The answer is APPROVED.", Verdict.APPROVE),
+        ("Step 2 is wrong, so I reject this.", Verdict.REJECT),
+        ("Rejected: 6*7 is 42.", Verdict.REJECT),
+        ("<verdict>wrong</verdict> hence rejection", Verdict.REJECT),
+        ("I can neither approve nor reject it.", Verdict.UNPARSED),
+        ("I disapprove.", Verdict.UNPARSED),
+        ("<verdict>correct</verdict>", Verdict.UNPARSED),
         ("<verdict>\n**reject**\n</verdict>", Verdict.REJECT),
         ("", Verdict.UNPARSED),
     ],
 )
-def test_the_last_well_formed_tag_is_the_verdict(text: str, verdict: Verdict) -> None:
+def test_the_last_tag_with_a_verdict_decides_and_without_one_the_words_do(text: str, verdict: Verdict) -> None:
     assert read_verdict(text) is verdict
 
 

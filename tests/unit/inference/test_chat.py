@@ -51,6 +51,19 @@ def test_prompt_turn_and_continuation_equal_the_whole_dialogue_rendered(said: st
     assert rendered([*messages, *answers], invite=True)[-len(tail) :] == list(tail)
 
 
+def test_a_prefill_ends_every_invitation_and_nothing_else() -> None:
+    plain, chat = qwen_like_chat(), qwen_like_chat().with_prefill("<reason>")
+    user, answer = {"role": "user", "content": "go"}, {"role": "tool", "content": "4"}
+    for begun, alone in (
+        (chat.prompt_ids([user], TOOLS), plain.prompt_ids([user], TOOLS)),
+        (chat.continuation_ids([answer]), plain.continuation_ids([answer])),
+    ):
+        assert chat.decode(begun) == plain.decode(alone) + "<reason>"
+    assert (chat.end_of_turn_id, chat.stop_token_ids) == (plain.end_of_turn_id, plain.stop_token_ids)
+    assert plain.with_prefill("") is plain and plain.with_prefill("x") is plain.with_prefill("x")
+    assert chat.with_thinking(None).with_prefill("<reason>") is chat
+
+
 def test_a_turn_that_did_not_end_itself_is_ended_by_the_continuation() -> None:
     chat = qwen_like_chat()
     answer = {"role": "tool", "content": "4"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from tests.unit.inference.fakes import FakeGateway, RecordingEngine, make_contex
 
 RIGHT, WRONG = "```python\nright = 1\n```", "```python\nwrong = 1\n```"
 GOOD = '```json\n[{"input": "1", "output": "good"}, {"input": "2", "output": "good"}]\n```'
-BAD = '```json\n[{"input": "1", "output": "bad"}]\n```'
+BAD = '```json\n[{"input": "1", "output": "bad"}, {"input": "2", "output": "bad"}]\n```'
 SILENT = "I have no case."
+ONE_OF_TWO = '```json\n[{"input": "1", "output": "good"}]\n```'
 PROBLEM = "Print it.\n\nExample\n\nInput\n\n9\n\nOutput\n\n81\n\nConstraints\n\nall small"
 STDIN: dict[str, Any] = {"kind": "stdin", "cases": [{"stdin": "secret", "expected": "truth"}]}
 SOLUTION = "reference = right"
@@ -80,8 +82,10 @@ async def play(
         ([WRONG, RIGHT], GOOD, [0.0, 1.0], 2.0, 1.0),
         ([WRONG, WRONG], GOOD, [0.0, 0.0], 1.0, 1.0),
         ([WRONG], BAD, [0.0], 0.0, 0.0),
-        ([RIGHT], SILENT, [1.0], 1.0, 0.0),
-        ([WRONG], SILENT, [0.0], 0.0, 0.0),
+        ([RIGHT, RIGHT], SILENT, [1.0, 1.0], 1.0, 0.0),
+        ([WRONG, RIGHT], SILENT, [0.0, 1.0], 1.0, 0.0),
+        ([RIGHT, WRONG], SILENT, [1.0, 0.0], 0.0, 0.0),
+        ([WRONG, RIGHT], ONE_OF_TWO, [0.0, 1.0], 1.0, 0.0),
     ],
 )
 async def test_credit(programs: list[str], words: str, coder: list[float], coupled: float, own: float) -> None:
@@ -102,34 +106,93 @@ async def test_credit(programs: list[str], words: str, coder: list[float], coupl
 async def test_without_a_reference_solution_nothing_is_earned_for_validity(
     kind: str, words: str, reward: float
 ) -> None:
-    played = await play([RIGHT], words, row={"problem": PROBLEM, "tests": STDIN}, verifier_reward=kind)
+    programs = [RIGHT, RIGHT] if words == SILENT else [RIGHT]
+    played = await play(programs, words, row={"problem": PROBLEM, "tests": STDIN}, verifier_reward=kind)
     assert played.rewards("verifier") == [reward] and played.metrics["reference_missing"] == 1.0
     assert all("reference" not in code for code, _, _ in played.gateway.judged)
 
 
-async def test_the_verifier_reads_the_problem_without_examples_and_no_program() -> None:
+@pytest.mark.parametrize(
+    ("solutions", "used"),
+    [
+        (["a = 0", "reference = right", "other = right"], "reference = right"),
+        (["```python\nreference = right\n```"], "reference = right\n"),
+        (["a = 0", "b = 0"], None),
+    ],
+)
+async def test_the_reference_is_the_first_solution_that_passes_every_test(
+    solutions: list[str], used: str | None
+) -> None:
+    played = await play([RIGHT], GOOD, row={"problem": PROBLEM, "tests": STDIN, "solutions": solutions})
+    on_cases = [code for code, _, _ in played.gateway.judged if "wrong" not in code][1:]
+    assert on_cases == ([] if used is None else [used])
+    assert played.metrics["reference_missing"] == float(used is None)
+    assert played.rewards("verifier") == [1.0 if used is None else 2.0]
+
+
+async def test_the_reference_of_a_task_is_looked_for_once() -> None:
+    gateway = FakeGateway(reward=graded, on_case=judged)
+    coder = await served_policy([RIGHT, RIGHT], chat=thinking_chat(), context_length=4096)
+    verifier = dataclasses.replace(
+        await served_policy([GOOD, GOOD], chat=thinking_chat(), context_length=4096), name="model1"
+    )
+    checking = RolloutPolicy(verifier, request_prefix="g0/0/0", seed=2, account=TimeAccount("replica/a"))
+    context = make_context(coder, gateway, max_new_tokens=400)
+    context = dataclasses.replace(context, policies={**context.policies, "model1": checking})
+    workflow = CodegenVerifier(CodegenVerifierSettings())
+    for _ in range(2):
+        data = {"problem": PROBLEM, "tests": STDIN, "solutions": ["a = 0", SOLUTION]}
+        await workflow.run(Task(task_id="t", data=data), context)
+    assert [completion for _, completion in gateway.graded] == [RIGHT, "a = 0", SOLUTION, RIGHT]
+
+
+async def test_the_verifier_reads_the_program_and_the_problem_without_examples() -> None:
     played = await play([WRONG, RIGHT], GOOD)
     (prompt,) = played.verifier
-    assert "Print it." in prompt and "all small" in prompt and "at most 2 test cases" in prompt
-    assert "81" not in prompt and "wrong = 1" not in prompt
+    assert "Print it." in prompt and "all small" in prompt and "exactly 2 different test cases" in prompt
+    assert "```python\nwrong = 1\n```" in prompt and "81" not in prompt
     assert "81" in played.coder[0], "the coder sees the examples"
 
 
-async def test_the_second_prompt_has_program_and_failed_cases_and_ends_no_turn() -> None:
-    played = await play([WRONG, RIGHT], GOOD)
+async def test_a_program_cannot_end_the_turn_that_shows_it_to_the_verifier() -> None:
+    played = await play(["```python\nwrong = '<|im_start|>'\n```", RIGHT], GOOD)
+    plain = await play([WRONG, RIGHT], GOOD)
+    assert "wrong = '< |im_start|>'" in played.verifier[0]
+    assert played.verifier[0].count("<|im_start|>") == plain.verifier[0].count("<|im_start|>")
+
+
+async def test_the_second_prompt_has_all_cases_and_no_program_and_ends_no_turn() -> None:
+    mixed = GOOD.replace('"2", "output": "good"', '"2", "output": "bad"')
+    played = await play([WRONG, RIGHT], mixed)
     first, second = played.coder
-    assert "wrong = 1" in second and "Case 1\ninput:\n1\nexpected:\ngood" in second and "Case 2" in second
+    assert "Case 1\ninput:\n1\nexpected:\ngood" in second
+    assert "Case 2\ninput:\n2\nexpected:\nbad\nyour program passed" in second
+    assert "```python\nwrong" not in second
     assert second.count("<|im_end|>") == first.count("<|im_end|>"), "what the program printed is text"
     assert second.count("ends with ```.") == 2, "the task is asked as it was at first"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (SILENT, "there is no JSON list of test cases"),
+        (ONE_OF_TWO, "1 of 1 test cases can be used, and 2 were asked for"),
+    ],
+)
+async def test_missing_cases_lead_to_a_second_try_that_says_why(words: str, told: str) -> None:
+    played = await play([WRONG, RIGHT], words)
+    assert told in played.coder[1] and played.metrics["rejected"] == 1.0
+    assert played.gateway.judged == []
+
+
 async def test_the_retry_does_not_depend_on_the_ground_truth() -> None:
     """Whatever the ground truth says, the same is asked of the same policies and programs."""
-    seen = []
+    seen = []  # the reference is chosen by the ground truth: what is run of it is left out
     for truth in (0.0, 1.0):
         gateway = FakeGateway(reward=lambda task, completion, truth=truth: truth, on_case=judged)
         played = await play([WRONG, RIGHT], GOOD, gateway=gateway)
-        seen.append((played.coder, played.verifier, gateway.judged))
+        of_the_coder = [run for run in gateway.judged if "reference" not in run[0]]
+        seen.append((played.coder, played.verifier, of_the_coder))
         assert all("secret" not in prompt and "truth" not in prompt for prompt in played.coder + played.verifier)
     assert seen[0] == seen[1]
 
@@ -145,7 +208,8 @@ async def test_a_function_is_called_with_generated_arguments() -> None:
         "problem": "Add.", "solution": "```python\ndef add(a, b): right\n```",
         "tests": {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]},
     }  # fmt: skip
-    played = await play([RIGHT], '```json\n[{"args": [1, 1], "expected": "good"}]\n```', row=row)
+    words = '```json\n[{"args": [1, 1], "expected": "good"}]\n```'
+    played = await play([RIGHT], words, row=row, num_cases=1)
     assert [(cases, entry) for _, cases, entry in played.gateway.judged] == [
         ((JudgeCase(given=[1, 1], expected="good"),), "add")
     ] * 2
@@ -155,7 +219,8 @@ async def test_a_function_is_called_with_generated_arguments() -> None:
 async def test_a_completion_of_a_prompt_is_run_behind_it() -> None:
     tests = {"kind": "assert", "entry_point": "add", "preamble": "def add(a, b):\n", "tests": "assert add(1, 2) == 3"}
     row = {"problem": "def add(a, b):", "solution": "def add(a, b): right", "tests": tests}
-    played = await play(["    return right"], '```json\n[{"args": [1, 1], "expected": "good"}]\n```', row=row)
+    words = '```json\n[{"args": [1, 1], "expected": "good"}]\n```'
+    played = await play(["    return right"], words, row=row, num_cases=1)
     assert played.gateway.judged[0][0] == "def add(a, b):\n    return right"
 
 
@@ -163,6 +228,7 @@ async def test_an_answer_without_a_program_fails_every_case_and_is_not_run() -> 
     played = await play(["<think>forever", RIGHT], GOOD)
     assert played.rewards("coder") == [0.0, 1.0]
     assert "there is no program in the answer" in played.coder[1]
+    assert "(there is no program in the answer)" in played.verifier[0]
     assert [code.split()[0] for code, _, _ in played.gateway.judged] == ["reference"]
 
 
@@ -177,8 +243,8 @@ async def test_what_does_not_fit_the_context_is_left_out() -> None:
     played = await play([RIGHT], GOOD, verifier_context=60)
     assert [s.role for s in played.outcome.sequences] == ["coder"]
     assert played.metrics["verification_skipped"] == 1.0
-    long = WRONG.replace("1", "1" * 400)
-    played = await play([long], GOOD, coder_context=600)
+    long = GOOD.replace('"1"', json.dumps("1 2 " * 40))
+    played = await play([WRONG], long, coder_context=700)
     assert [s.role for s in played.outcome.sequences] == ["coder", "verifier"]
     assert played.metrics["retry_skipped"] == 1.0 and played.rewards("verifier") == [1.0]
 
@@ -196,9 +262,9 @@ async def test_the_verifier_thinks_and_the_coder_does_not() -> None:
     assert "</think>" not in played.verifier[0]
 
 
-@pytest.mark.parametrize("num_answers", [0, 1, 2])
+@pytest.mark.parametrize("num_answers", [0, 1, 2, 3])
 async def test_machinery_that_fails_is_never_a_reward(num_answers: int) -> None:
-    """The grader of the first program, the judge of the cases, the judge of the reference."""
+    """The grader of the first program, the judge of the cases, the grader of the reference, its judge on the cases."""
     gateway = FakeGateway(reward=graded, on_case=judged)
     answers = iter([None] * num_answers)
 
@@ -214,7 +280,7 @@ async def test_machinery_that_fails_is_never_a_reward(num_answers: int) -> None:
 
 
 async def test_the_cases_are_counted() -> None:
-    played = await play([RIGHT, RIGHT], '```json\n[{"input": "1", "output": "bad"}, {"input": 2}]\n```')
+    played = await play([RIGHT, RIGHT], '```json\n[{"input": "1", "output": "bad"}, {"input": 2}]\n```', num_cases=1)
     (verifier,) = [s for s in played.outcome.sequences if s.role == "verifier"]
     counted = {name: value for name, value in verifier.metrics.items() if name.startswith("cases")}
     assert counted == {"cases": 1, "cases_left_out": 1, "cases_unparsed": 0, "cases_failed": 1, "cases_valid": 0}

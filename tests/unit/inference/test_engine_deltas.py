@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.models import named_weights
+from services.common.weights.codec import decode_tensor, encode_tensor
+from services.inference.engine import torch_engine
+from services.inference.engine.in_place import PreparedUpdate
+from services.inference.engine.weight_update import WeightUpdate
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 
-from services.common.errors import DeadlineError, InfrastructureError  # noqa: E402
-from services.common.models import named_weights  # noqa: E402
-from services.common.weights.codec import decode_tensor, encode_tensor  # noqa: E402
-from services.inference.engine import torch_engine  # noqa: E402
-from services.inference.engine.in_place import PreparedUpdate  # noqa: E402
-from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
-from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed  # noqa: E402  # noqa: E402
-
-from .conftest import Launch, StepGate  # noqa: E402
+from .conftest import Launch, StepGate
 
 
 def partly_perturbed(model: Any, seed: int = 1) -> Any:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-
-import numpy as np  # noqa: E402
-
-from services.common.errors import InvalidRequestError  # noqa: E402
-from services.inference.engine.base import FinishReason  # noqa: E402
-from services.inference.engine.forced import ForcedEngine  # noqa: E402
-from tests.random_models import (  # noqa: E402
+from services.common.errors import InvalidRequestError
+from services.inference.engine.base import FinishReason
+from services.inference.engine.forced import ForcedEngine
+from tests.random_models import (
     TOLERANCE,
     VOCAB,
     build_model,
@@ -24,7 +21,7 @@ from tests.random_models import (  # noqa: E402
     reference_logprobs,
 )
 
-from .conftest import Launch  # noqa: E402
+from .conftest import Launch
 
 STOP = 300
 

@@ -6,16 +6,15 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from services.common.errors import ModelMismatchError  # noqa: E402
-from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor  # noqa: E402
-from services.common.weights.dtypes import Bits  # noqa: E402
-from services.inference.engine.in_place import prepare  # noqa: E402
-from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
+from services.common.errors import ModelMismatchError
+from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor
+from services.common.weights.dtypes import Bits
+from services.inference.engine.in_place import prepare
+from services.inference.engine.weight_update import WeightUpdate
 
 SIGNED = {"float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
 

@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from services.common.errors import ConfigError, ModelMismatchError  # noqa: E402
-from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights  # noqa: E402
-from tests.random_models import build_model  # noqa: E402
+from services.common.errors import ConfigError, ModelMismatchError
+from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+from tests.random_models import build_model
 
 
 def test_importing_models_imports_neither_torch_nor_transformers() -> None:

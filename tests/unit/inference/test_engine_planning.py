@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from services.inference.engine.batching import REORDER_GAIN, attention_cost, bucket_bounds, plan_moves  # noqa: E402
-from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing  # noqa: E402
-from services.inference.engine.sampler import SamplingRows, sample, uniform_noise  # noqa: E402
-from services.inference.engine.slots import MIN_SHARED  # noqa: E402
+from services.inference.engine.batching import REORDER_GAIN, attention_cost, bucket_bounds, plan_moves
+from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing
+from services.inference.engine.sampler import SamplingRows, sample, uniform_noise
+from services.inference.engine.slots import MIN_SHARED
 
 
 def row(*tokens: int) -> np.ndarray:

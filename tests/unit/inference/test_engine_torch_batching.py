@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
+import numpy as np
 
-torch = pytest.importorskip("torch")
+from services.inference.engine.base import FinishReason
+from services.inference.engine.weight_update import WeightUpdate
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 
-import numpy as np  # noqa: E402
-
-from services.inference.engine.base import FinishReason  # noqa: E402
-from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
-from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed  # noqa: E402  # noqa: E402
-
-from .conftest import Launch, StepGate  # noqa: E402
+from .conftest import Launch, StepGate
 
 
 async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:

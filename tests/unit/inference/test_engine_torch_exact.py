@@ -7,14 +7,12 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-
-from services.common.errors import ModelMismatchError  # noqa: E402
-from services.common.models import named_weights  # noqa: E402
-from services.inference.engine.weight_update import WeightUpdate  # noqa: E402
-from tests.random_models import (  # noqa: E402
+from services.common.errors import ModelMismatchError
+from services.common.models import named_weights
+from services.inference.engine.weight_update import WeightUpdate
+from tests.random_models import (
     TOLERANCE,
     build_model,
     make_prompt,
@@ -24,7 +22,7 @@ from tests.random_models import (  # noqa: E402
     reference_logprobs,
 )
 
-from .conftest import Launch  # noqa: E402
+from .conftest import Launch
 
 KINDS = [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)]
 

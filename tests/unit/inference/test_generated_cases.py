@@ -60,9 +60,9 @@ def fenced(text: str, language: str = "json") -> str:
     ],
 )
 def test_cases_of_a_program_are_read(text: str, cases: list[tuple[str, str]], left_out: int) -> None:
-    read = read_cases(text, is_function=False, limit=2)
+    read = read_cases(text, is_function=False, num_cases=max(len(cases), 1))
     assert [(case.given, case.expected) for case in read.cases] == cases
-    assert read.num_left_out == left_out
+    assert read.num_left_out == left_out and bool(read.problem) is not bool(cases)
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,33 @@ def test_cases_of_a_program_are_read(text: str, cases: list[tuple[str, str]], le
     ],
 )
 def test_cases_of_a_function_are_read(text: str, cases: list[tuple[Any, Any]], left_out: int) -> None:
-    read = read_cases(fenced(text), is_function=True, limit=2)
+    read = read_cases(fenced(text), is_function=True, num_cases=max(len(cases), 1))
     assert [(case.given, case.expected) for case in read.cases] == cases
     assert read.num_left_out == left_out
 
 
+@pytest.mark.parametrize(
+    ("text", "num_cases", "problem"),
+    [
+        (fenced(ONE), 2, "1 of 1 test cases can be used, and 2 were asked for"),
+        (fenced(f"[{ONE}, {ONE}]"), 2, "1 of 2 test cases can be used, and 2 were asked for"),
+        (fenced('[{"input": "1", "output": "2"}, {"input": "3"}]'), 2, "1 of 2 test cases can be used, and 2 were asked for"),
+        (fenced('[{"input": 1}]'), 1, "0 of 1 test cases can be used, and 1 were asked for"),
+        ("none", 1, "there is no JSON list of test cases in the tester's answer"),
+    ],
+)  # fmt: skip
+def test_too_few_cases_are_none_and_it_is_said_why(text: str, num_cases: int, problem: str) -> None:
+    read = read_cases(text, is_function=False, num_cases=num_cases)
+    assert (read.cases, read.problem) == ((), problem)
+
+
 @given(
-    text=st.text(alphabet=st.sampled_from('```json\n[{"input": 1}]<think></'), max_size=200), limit=st.integers(1, 3)
+    text=st.text(alphabet=st.sampled_from('```json\n[{"input": 1}]<think></'), max_size=200),
+    num_cases=st.integers(1, 3),
 )
-def test_whatever_is_written_is_read_without_failing(text: str, limit: int) -> None:
+def test_whatever_is_written_is_read_without_failing(text: str, num_cases: int) -> None:
     for is_function in (False, True):
-        assert len(read_cases(text, is_function=is_function, limit=limit).cases) <= limit
+        assert len(read_cases(text, is_function=is_function, num_cases=num_cases).cases) in (0, num_cases)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +135,11 @@ OK, WRONG = CaseOutcome(verdict=CaseVerdict.OK), CaseOutcome(verdict=CaseVerdict
 @pytest.mark.parametrize(
     ("outcomes", "again"),
     [
-        ([], False), ([OK], False), ([OK, OK], False), ([WRONG], True), ([OK, WRONG], True), ([WRONG, OK], True),
+        ([], True), ([OK], False), ([OK, OK], False), ([WRONG], True), ([OK, WRONG], True), ([WRONG, OK], True),
         *(([CaseOutcome(verdict=verdict)], verdict is not CaseVerdict.OK) for verdict in CaseVerdict),
     ],
 )  # fmt: skip
-def test_a_failed_case_and_nothing_else_asks_for_another_try(outcomes: list[CaseOutcome], again: bool) -> None:
+def test_a_failed_case_or_none_at_all_asks_for_another_try(outcomes: list[CaseOutcome], again: bool) -> None:
     assert needs_retry(outcomes) is again
 
 
@@ -159,7 +175,7 @@ def test_what_the_verifier_earns(
     )
 
 
-def test_failures_are_told_case_by_case() -> None:
+def test_what_a_program_did_is_told_case_by_case() -> None:
     cases = [JudgeCase(given=f"{n}\n", expected=str(n)) for n in range(5)]
     outcomes = [
         OK,
@@ -169,6 +185,7 @@ def test_failures_are_told_case_by_case() -> None:
         CaseOutcome(verdict=CaseVerdict.WRONG_ANSWER),
     ]
     assert report(cases, outcomes, max_chars=100).split("\n\n") == [
+        "Case 1\ninput:\n0\nexpected:\n0\nyour program passed",
         "Case 2\ninput:\n1\nexpected:\n1\nyour program printed:\n7",
         "Case 3\ninput:\n2\nexpected:\n2\nyour program ended with an error:\nTraceback\nKeyError: 1",
         "Case 4\ninput:\n3\nexpected:\n3\nyour program was stopped: it took too long",

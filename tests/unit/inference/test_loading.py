@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from services.common.config.loading import validate  # noqa: E402
-from services.common.errors import ConfigError  # noqa: E402
-from services.common.rpc.run_client import RunSettings  # noqa: E402
-from services.inference import loading  # noqa: E402
-from services.inference.byte_tokenizer import ByteTokenizer  # noqa: E402
-from services.inference.config import replica_config  # noqa: E402
-from tests.integration.inference.peers import scripted_recipe  # noqa: E402
-from tests.random_models import build_model  # noqa: E402
+from services.common.config.loading import validate
+from services.common.errors import ConfigError
+from services.common.rpc.run_client import RunSettings
+from services.inference import loading
+from services.inference.byte_tokenizer import ByteTokenizer
+from services.inference.config import replica_config
+from tests.integration.inference.peers import scripted_recipe
+from tests.random_models import build_model
 
 
 class SmallTokenizer(ByteTokenizer):

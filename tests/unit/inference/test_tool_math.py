@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import PromptTooLongError
 from services.common.types import Purpose, Sequence, StopReason
 from services.inference.workflows.base import Execution, ExecutionStatus
 from services.inference.workflows.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
-from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
+from tests.unit.inference.fakes import (
+    FakeGateway,
+    RecordingEngine,
+    make_context,
+    make_task,
+    qwen_like_chat,
+    served_policy,
+)
 
 ANSWER = "<answer>\\boxed{42}</answer>"
 PROGRAMS = {
@@ -63,6 +71,9 @@ async def test_the_penalty_counts_failed_calls_and_a_missing_or_repeated_answer(
         (["", ANSWER * 2], 0.5),
         ([ANSWER * 9], 1.0),
         ([ANSWER + "<answer>"], 1.0),
+        (["</answer>42<answer>"], 1.0),
+        (["<answer><answer>42</answer></answer>"], 1.0),
+        (["<answer>\n42\n</answer>"], 0.0),
     ],
 )
 def test_format_term(turns: list[str], term: float) -> None:
@@ -76,8 +87,42 @@ def test_a_rollout_without_a_call_counts_as_half_failed() -> None:
 async def test_the_prompt_asks_for_the_tags_and_the_box_and_lists_the_tool() -> None:
     sequence = await play([ANSWER])
     prompt = qwen_like_chat().decode(sequence.segments[0].token_ids.tolist())
-    for wanted in ("<answer>", "\\boxed{}", "python_code_with_standard_io"):
+    for wanted in ("<reason>", "</reason>", "<answer>", "\\boxed{}", "python_code_with_standard_io"):
         assert wanted in prompt
+
+
+async def test_every_turn_is_begun_with_the_prefill_which_is_not_trained_nor_graded() -> None:
+    graded: list[str] = []
+
+    def grade(task: Any, completion: str) -> float:
+        graded.append(completion)
+        return 1.0
+
+    texts = [f"compute</reason>{call('print(6*7)')}", f"so 42</reason>{ANSWER}"]
+    policy = await served_policy(texts, context_length=8192)
+    context = make_context(policy, FakeGateway(PROGRAMS, reward=grade))
+    (sequence,) = (await ToolMath(ToolMathSettings()).run(make_task(), context)).sequences
+    chat = qwen_like_chat()
+    shown = [(s.is_policy, chat.decode(s.token_ids.tolist())) for s in sequence.segments]
+    assert [is_policy for is_policy, _ in shown] == [False, True, False, True]
+    invitation = "<|im_start|>assistant\n<reason>"
+    assert all(text.endswith(invitation) for is_policy, text in shown if not is_policy)
+    assert [text for is_policy, text in shown if is_policy] == texts and graded == texts[-1:]
+    # What the engine was asked to continue is the sequence up to there, token by token.
+    assert isinstance(policy.engine, RecordingEngine)
+    ids = list(sequence.token_ids)
+    for request, end in zip(policy.engine.requests, (1, 3), strict=True):
+        asked = list(request.prompt_ids)
+        assert asked == ids[: len(asked)] and len(asked) == sum(s.num_tokens for s in sequence.segments[:end])
+
+
+async def test_a_prefill_counts_as_prompt_and_can_be_left_out() -> None:
+    begun, plain = await play([ANSWER]), await play([ANSWER], assistant_prefill="")
+    chat = qwen_like_chat()
+    prompts = [chat.decode(s.segments[0].token_ids.tolist()) for s in (begun, plain)]
+    assert prompts[0] == prompts[1] + "<reason>"
+    with pytest.raises(PromptTooLongError):
+        await play([ANSWER], max_prompt_tokens=begun.segments[0].num_tokens - 1)
 
 
 async def test_evaluation_has_a_budget_of_its_own() -> None:

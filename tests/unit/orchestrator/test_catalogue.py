@@ -10,7 +10,7 @@ import pytest
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.orchestrator.catalogue import KNOWN, how_to_get
-from services.orchestrator.datasets import NormalisedSource, open_source
+from services.orchestrator.datasets import open_source
 
 
 @pytest.fixture
@@ -34,22 +34,25 @@ def test_a_local_file_is_read_and_its_rows_are_in_one_form(root: Path) -> None:
         {"question": "2+2?", "answer": 4.0},
     )
     source = open_source(DatasetConfig(name="math500"), seed=0)
-    assert isinstance(source, NormalisedSource) and source.num_left_out == 1
+    assert source.left_out.reasons == ["row 2: the answer is null; it must be a number or text"]
     assert [(source[n].task_id, dict(source[n].data)) for n in range(len(source))] == [
         ("1", {"problem": "1+1?", "answer": "2"}),
         ("3", {"problem": "2+2?", "answer": "4"}),
     ]
 
 
-def test_a_row_that_is_not_understood_names_the_dataset_and_its_row(root: Path) -> None:
+def test_a_row_that_is_not_understood_is_left_out_and_named(root: Path) -> None:
     put(root, "humaneval", {"prompt": "def f(): ...", "entry_point": "f", "test": "check"}, {"prompt": "p"})
-    with pytest.raises(DatasetError, match=r"dataset humaneval, row 2: no tests"):
-        open_source(DatasetConfig(name="humaneval"), seed=0)
+    source = open_source(DatasetConfig(name="humaneval"), seed=0)
+    assert len(source) == source.left_out.count == 1
+    assert source.left_out.reasons[0].startswith("row 2: no tests")
 
 
 def test_a_dataset_without_a_usable_row_is_refused(root: Path) -> None:
     put(root, "gsm8k", {"question": "?", "answer": None})
-    with pytest.raises(DatasetError, match="no row that can be used"):
+    with pytest.raises(
+        DatasetError, match=r"dataset gsm8k \(.*\) holds no row that can be used \(1 looked at\): row 1"
+    ):
         open_source(DatasetConfig(name="gsm8k"), seed=0)
 
 
@@ -88,18 +91,17 @@ def test_exactly_one_source_may_be_named() -> None:
 )  # fmt: skip
 def test_real_files_open_by_name(name: str, rows: int, left_out: int, data_root: Path) -> None:
     source = open_source(DatasetConfig(name=name), seed=0)
-    assert isinstance(source, NormalisedSource)
-    assert (len(source), source.num_left_out) == (rows, left_out)
+    assert (len(source), source.left_out.count) == (rows, left_out)
     assert source[0].data["problem"]
 
 
 @pytest.mark.parametrize(
     ("name", "first", "last", "number"),
     [
-        ("alfworld-train", 0, 4102, 4103),
+        ("alfworld-train", 0, 4648, 4102),
         ("alfworld-valid", 4649, 4698, 50),
         ("webshop-train", 200, 12_086, 11_887),
-        ("webshop-valid", 0, 198, 199),
+        ("webshop-valid", 0, 199, 200),
     ],
 )
 def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last: int, number: int) -> None:
@@ -111,3 +113,12 @@ def test_tasks_of_agentbench_are_places_in_its_lists(name: str, first: int, last
     )
     assert source[0].task_id == str(first)
     assert len(open_source(DatasetConfig(name=name, limit=3), seed=0)) == 3
+
+
+def test_alfworld_trains_and_evaluates_on_the_games_of_the_reference(data_root: Path) -> None:
+    reference = json.loads((data_root / "alfworld_reference_indices.json").read_text())
+    for name, ranges in (("alfworld-train", "train"), ("alfworld-valid", "valid")):
+        wanted = [n for first, last in reference[f"{ranges}_ranges_inclusive"] for n in range(first, last + 1)]
+        source = open_source(DatasetConfig(name=name), seed=0)
+        assert [source[row].data["index"] for row in range(len(source))] == wanted
+        assert len(wanted) == reference[f"{ranges}_count"]

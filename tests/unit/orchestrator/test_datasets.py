@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.datasets import open_source
+from services.orchestrator.datasets import log_opened, open_source
 
 
 def rows(seed: int, count: int = 3) -> Iterator[dict[str, Any]]:
@@ -37,17 +38,49 @@ def test_jsonl_rows_are_numbered_and_empty_lines_are_passed(tmp_path: Path) -> N
     assert [(source[i].task_id, source[i].data["q"]) for i in (1, 0)] == [("3", 2), ("1", 1)]
 
 
+def test_rows_that_cannot_be_used_are_left_out_counted_and_named_by_their_line(tmp_path: Path) -> None:
+    lines = ['{"q": 1}', '{"q": ', "", "[1]", "\xff", '{"q": 123456789012345678901}', "7", '{"q": 2}']
+    source = open_source(jsonl(tmp_path / "a.jsonl", *lines), seed=0)
+    assert [source[place].task_id for place in range(len(source))] == ["1", "6", "8"]
+    assert source.left_out.count == 4
+    assert [reason.partition(":")[0] for reason in source.left_out.reasons] == ["row 2", "row 4", "row 5"]
+    assert str(source.left_out).endswith("; and 1 more")
+    assert "a row must be a JSON object, not list" in source.left_out.reasons[1]
+
+
+def test_the_log_names_what_is_left_out(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        log_opened("data.train", open_source(jsonl(tmp_path / "a.jsonl", '{"q": 1}', "[1]"), seed=0))
+        log_opened("data.evaluation.b", open_source(jsonl(tmp_path / "b.jsonl", '{"q": 1}'), seed=0))
+    warned, told = logs
+    assert (warned["event"], warned["dataset"]) == ("dataset.opened", "data.train")
+    assert (warned["log_level"], warned["rows"], warned["left_out"]) == ("warning", 1, 1)
+    assert warned["reasons"] == ["row 2: a row must be a JSON object, not list"]
+    assert (told["log_level"], told["left_out"]) == ("info", 0)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"q": 1}', '{"q": '], r"a\.jsonl, row 2: not valid JSON"),
-        (['{"q": 1}', "[1]"], r"a\.jsonl, row 2: a row must be a JSON object, not list"),
-        ([], r"holds no rows"),
+        (["{", "[1]", "2", "3", "4"], r"a\.jsonl holds no row that can be used \(5 looked at\): row 1: not valid JSON.*; "
+         r"row 2: a row must be a JSON object, not list; row 3: .*; and 2 more"),
+        ([], r"a\.jsonl holds no rows"),
     ],
-)
-def test_a_malformed_row_is_named(tmp_path: Path, lines: list[str], message: str) -> None:
+)  # fmt: skip
+def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         open_source(jsonl(tmp_path / "a.jsonl", *lines), seed=0)
+
+
+def test_rows_of_a_file_are_brought_into_the_form_that_is_asked_for(tmp_path: Path) -> None:
+    config = jsonl(tmp_path / "a.jsonl", '{"question": "1+1?", "answer": 2.0}', '{"question": "?"}')
+    source = open_source(config.model_copy(update={"form": "math"}), seed=0)
+    assert (dict(source[0].data), len(source)) == ({"problem": "1+1?", "answer": "2"}, 1)
+    assert source.left_out.reasons[0].startswith("row 2: no answer")
+    with pytest.raises(DatasetError, match="row 1: no tests"):
+        open_source(config.model_copy(update={"form": "code"}), seed=0)
+    with pytest.raises(ValueError, match="leave form out"):
+        DatasetConfig(name="math500", form="math")
 
 
 def test_a_missing_file_is_named() -> None:
@@ -58,9 +91,11 @@ def test_a_missing_file_is_named() -> None:
 def test_ids_come_from_their_field_and_are_unique(tmp_path: Path) -> None:
     config = jsonl(tmp_path / "a.jsonl", '{"id": "x"}', '{"id": "y"}').model_copy(update={"id_field": "id"})
     assert open_source(config, seed=0)[1].task_id == "y"
-    config = jsonl(tmp_path / "b.jsonl", '{"id": "x"}', '{"id": "x"}').model_copy(update={"id_field": "id"})
-    with pytest.raises(DatasetError, match="row 2: id 'x' was used in row 1"):
-        open_source(config, seed=0)
+    config = jsonl(tmp_path / "b.jsonl", '{"id": "x"}', '{"id": "x"}', '{"id": "y"}', '{"a": 1}')
+    source = open_source(config.model_copy(update={"id_field": "id"}), seed=0)
+    assert [source[place].task_id for place in range(len(source))] == ["x", "y"]
+    assert source.left_out.reasons[0] == "row 2: id 'x' was used in row 1; task ids must be unique"
+    assert "row 4: no field 'id'" in source.left_out.reasons[1]
     config = jsonl(tmp_path / "c.jsonl", '{"name": "x"}').model_copy(update={"id_field": "id"})
     with pytest.raises(DatasetError, match="no field 'id'"):
         open_source(config, seed=0)
@@ -90,7 +125,8 @@ def test_faulty_generators_are_explained(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_saved_hugging_face_dataset_is_opened(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     datasets.Dataset.from_list([{"question": "a"}, {"question": "b"}]).save_to_disk(str(tmp_path / "saved"))
     source = open_source(DatasetConfig(path=str(tmp_path / "saved")), seed=0)
     assert [json.loads(json.dumps(source[i].data)) for i in range(2)] == [{"question": "a"}, {"question": "b"}]

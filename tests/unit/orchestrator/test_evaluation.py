@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
+from services.common.errors import ConfigError
 from services.common.types import Purpose
 from services.orchestrator.commands import AnnounceVersion, CancelGroup
 from services.orchestrator.pool import Held, Hello, Replica
@@ -85,6 +88,22 @@ async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(world
         (score,) = result.datasets
         assert (score.name, score.num_items, score.failed) == ("held_out", 3, ("2",))
         assert (score.mean_reward.value, score.pass_at[0][1].value) == (2 / 3, 2 / 3)
+
+
+async def test_a_dataset_may_have_its_own_number_of_samples(worlds: Callable[..., World]) -> None:
+    world = worlds(held_out={"large": {}, "small": {"samples_per_task": 3}})
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=16)
+        _, evaluation = split(await world.orders(replica))
+        assert [len(order.indices) for order in evaluation] == [1, 1, 1, 3, 3, 3]
+        for order in evaluation:
+            await world.send(
+                *(trajectory(order.task_group_id, i, version=0, reward=float(i == 0)) for i in order.indices)
+            )
+        result = world.ring.evaluations.results["start/greedy"]
+        assert {score.name: score.samples_per_item for score in result.datasets} == {"large": 1, "small": 3}
+        assert (result.num_trajectories, result.mean_reward) == (12, (1 + 1 / 3) / 2)
 
 
 async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(worlds: Callable[..., World]) -> None:
@@ -188,3 +207,51 @@ async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_
             report(world, replica, 2)
         orders = split(await world.orders(first) + await world.orders(second))[1]
         assert orders and {order.required_versions["model0"] for order in orders} == {2}
+
+
+async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_allowed(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"at_start": True, "max_in_flight": 2}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        _, first = split(await world.orders(world.join(slots=16)))
+        assert len(first) == 2, "of three, with slots for all"
+        assert "evaluation.max_in_flight" in world.ring.dispatcher.waits_for
+    await world.crash()  # what was in flight still is
+    async with living(world):
+        replica = world.join(slots=16, running=[order.task_group_id for order in first])
+        again = split(await world.orders(replica))[1]
+        assert {order.task_group_id for order in again} == {order.task_group_id for order in first}
+        await world.send(trajectory(first[0].task_group_id, 0, version=0, reward=1.0))
+        _, more = split(await world.orders(replica))
+        assert len(more) == 1
+        await world.send(
+            failure(first[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=0, reward=1.0)
+        )
+        result = world.ring.evaluations.results["start/greedy"]
+        assert (result.num_trajectories, result.num_failed) == (3, 1)
+
+
+def test_a_task_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
+    with pytest.raises(ConfigError, match="max_in_flight 3 is below samples_per_task 4"):
+        worlds(evaluation={"samples_per_task": 4, "max_in_flight": 3})
+
+
+async def test_the_trajectories_in_flight_are_counted_by_the_samples_of_each_dataset(
+    worlds: Callable[..., World],
+) -> None:
+    held_out = {"large": {}, "small": {"samples_per_task": 3}}
+    world = worlds(run={"steps": 9}, evaluation={"max_in_flight": 5}, held_out=held_out, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=32)
+        _, first = split(await world.orders(replica))
+        assert [len(order.indices) for order in first] == [1, 1, 1], "a group of three more would be six"
+        await world.send(trajectory(first[0].task_group_id, 0, version=0, reward=1.0))
+        assert [len(order.indices) for order in split(await world.orders(replica))[1]] == [3]
+
+
+def test_a_dataset_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
+    with pytest.raises(ConfigError, match=r"max_in_flight 3 is below data.evaluation.small.samples_per_task 4"):
+        worlds(evaluation={"max_in_flight": 3}, held_out={"small": {"samples_per_task": 4}})

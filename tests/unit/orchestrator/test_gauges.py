@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.common.prometheus.metric import OTHER, Translation
-from services.orchestrator.datasets import ListSource
+from services.orchestrator.datasets import UsableRows
 from services.orchestrator.gauges import gauges
 from services.orchestrator.prometheus import METRICS
+from services.orchestrator.prompt_length import ShortPrompts
+from services.orchestrator.raw_rows import ListRows
 from tests.unit.orchestrator.world import World
 
 COUNTERS = {
@@ -28,12 +30,20 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         ring = world.ring
         ring.counters.update(dict.fromkeys(COUNTERS, 5))
         ring.last_metrics["actor"] = {"trainer/loss": 0.5, "reward_mean": 1.0, "broken": float("nan")}
-        found = gauges(ring, ListSource([{"n": 1}], None, "train"), {"slots_reissued": 2})
+        rows = [{"prompt": "a"}, {"prompt": "a a"}, {"prompt": {1, 2}}, {"answer": "1"}]
+        counters = [lambda texts: [len(text.split()) for text in texts]]
+        train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
+        held_out = UsableRows(ListRows(rows, "held_out"), None)
+        found = gauges(ring, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2})
         samples = list(Translation(METRICS).samples(found))
         assert not [sample for sample in samples if sample.metric is OTHER]
         values = {(sample.metric.name, sample.labels): sample.value for sample in samples}
         for name, told in COUNTERS.items():
             assert values[told] == (3.0 if name == "slots_reissued" else 5.0)
+        told = ("tasks_too_long", "rows_left_out")
+        assert [values[f"millrace_{name}", ("data.train",)] for name in told] == [1.0, 2.0]
+        assert [values[f"millrace_{name}", ("data.evaluation.held_out",)] for name in told] == [0.0, 1.0]
+        assert values["millrace_tasks", ()] == 1.0
         assert values["millrace_step_metric", ("actor", "trainer/loss")] == 0.5
         assert ("millrace_step_metric", ("actor", "broken")) not in values
         assert {labels for name, labels in values if name == "millrace_quota_sequences"} == {("actor",), ("verifier",)}

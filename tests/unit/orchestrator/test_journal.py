@@ -266,7 +266,8 @@ async def test_an_index_without_times_is_read_and_written_on(open_journal: Open,
 
 
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     journal = open_journal()
     for index in range(3):
         made = replace(trajectory("g", index, reward=float(index)), timing=TIMING if index else NO_TIMING)

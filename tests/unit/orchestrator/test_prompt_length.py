@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
-from services.orchestrator.datasets import ListSource
-from services.orchestrator.prompt_length import ShortPrompts, open_tokenizer, with_short_prompts
+from services.orchestrator.datasets import UsableRows
+from services.orchestrator.prompt_length import ShortPrompts, open_tokenizer, short_prompts
+from services.orchestrator.raw_rows import ListRows
 
 
 def words(texts: list[str]) -> list[int]:
@@ -28,68 +30,90 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(*prompts: Any) -> ListSource:
-    return ListSource([{"problem": prompt, "answer": "1"} for prompt in prompts], None, "made")
+def source(*prompts: Any) -> UsableRows:
+    return of({"problem": prompt, "answer": "1"} for prompt in prompts)
+
+
+def of(rows: Iterable[dict[str, Any]]) -> UsableRows:
+    return UsableRows(ListRows(list(rows), "made"), None)
+
+
+def short(rows: UsableRows, limit: int, field: str | None = None, counters: Any = (words,)) -> ShortPrompts:
+    return ShortPrompts(rows, limit, counters, field, "data.train")
 
 
 def test_rows_keep_their_ids_and_those_left_out_are_counted() -> None:
-    kept = ShortPrompts(source("a a a a", "a", "a a a", "a a"), 2, [words], None)
-    assert ([kept[row].task_id for row in range(len(kept))], kept.num_left_out) == (["2", "4"], 2)
+    kept = short(source("a a a a", "a", "a a a", "a a"), 2)
+    assert ([kept[row].task_id for row in range(len(kept))], kept.num_too_long) == (["2", "4"], 2)
 
 
 def test_a_prompt_may_be_exactly_as_long_as_the_limit() -> None:
-    assert len(ShortPrompts(source("a a", "a a a"), 2, [words], None)) == 1
+    assert len(short(source("a a", "a a a"), 2)) == 1
 
 
 def test_the_strictest_tokenizer_decides() -> None:
     characters = [words, lambda texts: [len(text) for text in texts]]
-    assert len(ShortPrompts(source("a a", "b"), 2, characters, None)) == 1
+    assert len(short(source("a a", "b"), 2, counters=characters)) == 1
 
 
 def test_messages_are_measured_by_their_contents() -> None:
     rows = [{"messages": [{"role": "system", "content": "a a"}, {"role": "user", "content": "a"}]}, {"messages": []}]
-    assert ShortPrompts(ListSource(rows, None, "made"), 2, [words], None).num_left_out == 1
+    assert short(of(rows), 2).num_too_long == 1
 
 
-def test_no_short_prompt_and_no_prompt_are_refused() -> None:
-    with pytest.raises(DatasetError, match="no prompt of 2 has at most 1 tokens"):
-        ShortPrompts(source("a a", "b b"), 1, [words], None)
+def test_without_a_short_prompt_the_dataset_is_refused() -> None:
+    with pytest.raises(DatasetError, match=r"data\.train\.max_prompt_tokens: no prompt of 2 has at most 1 tokens"):
+        short(source("a a", "b b"), 1)
     with pytest.raises(
-        DatasetError, match=r"task 1 has no prompt to measure: looked for text in \['answer', 'problem'"
+        DatasetError, match=r"cannot be used: task 1 has no prompt to measure: looked for text in \['answer', 'problem'"
     ):
-        ShortPrompts(source("a"), 1, [words], "text")
+        short(source("a"), 1, "text")
 
 
-def test_the_tokenizer_of_the_policy_measures(model: Path) -> None:
-    recipe = Recipe.model_validate(
+def test_rows_without_a_prompt_are_left_out_and_named_with_those_that_could_not_be_read() -> None:
+    kept = short(of([{"problem": "a"}, {"answer": "1"}, {"problem": {1}}, {"problem": "a a"}]), 1)
+    assert ([kept[row].task_id for row in range(len(kept))], kept.num_too_long, kept.left_out.count) == (["1"], 1, 2)
+    assert "row 3: cannot be written as JSON" in str(kept.left_out) and "task 2 has no prompt" in str(kept.left_out)
+
+
+def limited(model: Path, **sections: Any) -> Recipe:
+    return Recipe.model_validate(
         {
             "name": "short",
             "policies": {"model0": {"model": {"path": str(model)}}},
-            "data": {"train": {"path": "unused.jsonl", "max_prompt_tokens": 3}},
+            "data": {
+                "train": {"path": "unused.jsonl", "max_prompt_tokens": 3},
+                "evaluation": {"all": {"path": "unused"}, "few": {"path": "unused", "max_prompt_tokens": 1}},
+            },
             "evaluation": {"at_start": False, "at_end": False},
+            **sections,
         }
     )
-    kept = with_short_prompts(source("a ab a", "a a a a"), recipe, model)
-    assert isinstance(kept, ShortPrompts) and kept.num_left_out == 1
-    evaluating = recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": 0})})
-    assert len(with_short_prompts(source("a ab a", "a a a a"), evaluating, model)) == 2
+
+
+def test_each_dataset_has_its_limit_measured_by_the_tokenizer_of_the_policy(model: Path) -> None:
+    tasks = source("a ab a", "a a a a", "a")
+    sources = dict.fromkeys(("data.train", "data.evaluation.all", "data.evaluation.few"), tasks)
+    kept = short_prompts(sources, limited(model), model)
+    assert {where: len(rows) for where, rows in kept.items()} == {
+        "data.train": 2, "data.evaluation.all": 3, "data.evaluation.few": 1,
+    }  # fmt: skip
+    kept = short_prompts(sources, limited(model, run={"steps": 0}), model)
+    assert (len(kept["data.train"]), len(kept["data.evaluation.few"])) == (3, 1), "training data that is never played"
     assert open_tokenizer(str(model), "here")(["a a", ""]) == [2, 0]
+
+
+def test_the_prompt_is_where_the_workflow_that_plays_it_looks(model: Path) -> None:
+    rows = of([{"problem": "a", "other": "a a a a"}])
+    sources = dict.fromkeys(("data.train", "data.evaluation.few"), rows)
+    evaluation = {"at_start": False, "at_end": False, "workflow": {"settings": {"prompt_field": "other"}}}
+    with pytest.raises(DatasetError, match=r"data\.evaluation\.few\.max_prompt_tokens: no prompt of 1"):
+        short_prompts(sources, limited(model, evaluation=evaluation), model)
 
 
 def test_a_missing_tokenizer_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"tokenizer\.json of .* \(policies\.model0\.model\.path\)"):
         open_tokenizer(str(tmp_path), "policies.model0.model.path")
-
-
-def test_evaluation_is_never_filtered() -> None:
-    with pytest.raises(ValueError, match="an evaluation plays every task"):
-        Recipe.model_validate(
-            {
-                "name": "filtered",
-                "policies": {"model0": {"model": {"path": "some/model"}}},
-                "data": {"train": {"path": "a"}, "evaluation": {"b": {"path": "b", "max_prompt_tokens": 1}}},
-            }
-        )
 
 
 def test_neither_torch_nor_transformers_is_imported(model: Path) -> None:

@@ -12,12 +12,13 @@ from services.common.config.loading import validate
 from services.common.types import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle
 from services.orchestrator.commands import PlayGroup
-from services.orchestrator.datasets import ListSource
+from services.orchestrator.datasets import UsableRows
 from services.orchestrator.groups import Outcome
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.pool import Held, Hello, Replica
+from services.orchestrator.raw_rows import ListRows
 from services.orchestrator.recovery import recover
 from services.orchestrator.replica_side import ReplicaSide
 from services.orchestrator.ring import Ring
@@ -44,12 +45,16 @@ class World:
         run: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         evaluation: dict[str, Any] | None = None,
+        held_out: dict[str, dict[str, Any]] | None = None,  # evaluation datasets of three rows
+        envgateway: dict[str, Any] | None = None,
         **batch: Any,
     ) -> None:
         self.run_dir = run_dir
         self.curation = curation
         self.policies = policies
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
+        self.held_out = held_out or {"held_out": {}}
+        self.envgateway = envgateway or {}
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
@@ -71,11 +76,12 @@ class World:
             },
             "data": {
                 "train": {"path": "unused"},
-                "evaluation": {"held_out": {"path": "unused"}},
+                "evaluation": {name: {"path": "unused", **section} for name, section in self.held_out.items()},
                 "curation": self.curation,
             },
             "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
             "orchestrator": {"min_free_bytes": 5_000_000},
+            "envgateway": self.envgateway,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
         self.journal = Journal(self.run_dir / "journal")
@@ -83,8 +89,10 @@ class World:
             validate(tree, source="test"),
             self.run_dir,
             self.journal,
-            training_source=ListSource([{"n": i} for i in range(10)], None, "train"),
-            evaluation_sources={"held_out": ListSource([{"n": i} for i in range(3)], None, "evaluation")},
+            training_source=UsableRows(ListRows([{"n": i} for i in range(10)], "train"), None),
+            evaluation_sources={
+                name: UsableRows(ListRows([{"n": i} for i in range(3)], name), None) for name in self.held_out
+            },
             run_mark="abc",
             started_at=0.0,
             clock=self.clock,

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import itertools
 
 import numpy as np
@@ -93,9 +92,8 @@ def test_a_kernel_that_was_asked_for_is_taken_or_refused_never_replaced() -> Non
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, kernel="varlen")
 
 
+@pytest.mark.needs("no flash_attn")
 def test_a_kernel_that_is_not_installed_is_refused_with_what_to_write() -> None:
-    if importlib.util.find_spec("flash_attn") is not None:
-        pytest.skip("flash_attn is installed here")
     with pytest.raises(ConfigError, match=r"trainer.attention: flash_attn needs the package flash_attn"):
         PolicyModel(tiny_causal_lm(), attention="flash_attn")
 

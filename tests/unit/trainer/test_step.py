@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -124,6 +125,47 @@ def test_a_group_of_equal_rewards_changes_nothing() -> None:
     assert metrics.grad_norm == 0.0
     assert metrics.updates_applied == 1
     assert all(torch.equal(before[n], p) for n, p in weights(step).items())
+
+
+def far_off(item: TrainingSequence, gap: float) -> TrainingSequence:
+    """The same tokens, said to have been exp(gap) times less likely when they were sampled."""
+    segments = tuple(
+        Segment.policy(s.token_ids, s.logprobs - gap, s.weight_version) if s.is_policy else s
+        for s in item.sequence.segments
+    )
+    return dataclasses.replace(item, sequence=dataclasses.replace(item.sequence, segments=segments))
+
+
+@pytest.mark.parametrize("max_tokens", [24, 4096])
+@pytest.mark.parametrize(("limit", "applied"), [(None, 3), (7.0, 3), (5.0, 1)])
+def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
+    limit: float | None, applied: int, max_tokens: int
+) -> None:
+    """The second of three minibatches has a mean ratio of 6, however it is packed."""
+    sequences = on_policy(training_sequences(12, minibatches=3))
+    sequences = [far_off(s, math.log(6.0)) if s.minibatch == 1 else s for s in sequences]
+    config = AlgorithmConfig(name="ppo_clip", early_stop_ratio=limit)
+    slow = OptimizerConfig(lr=1e-6)  # so that the first update leaves the ratios as they are
+    step = train_step(config, optimizer=slow, max_tokens=max_tokens)
+    metrics = step.run(rank_batch(sequences))
+    assert (metrics.updates_applied, metrics.updates_skipped) == (applied, 3 - applied)
+    assert step.optimizer.num_updates == 3, "the schedule follows the data"
+    assert all(p.grad is None for p in step.model.parameters())
+    if applied == 1:
+        alone = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=slow, max_tokens=max_tokens)
+        first = [s for s in sequences if s.minibatch == 0]
+        alone.run(rank_batch(first))
+        for name, value in weights(alone).items():
+            assert torch.equal(weights(step)[name], value), "as if there were no other minibatch"
+
+
+def test_a_step_whose_every_update_is_left_out_changes_nothing_and_says_so() -> None:
+    step = train_step(AlgorithmConfig(early_stop_ratio=1.5))
+    before = weights(step)
+    metrics = step.run(rank_batch([far_off(s, 3.0) for s in on_policy(training_sequences(8, minibatches=2))]))
+    assert all(torch.equal(before[n], p) for n, p in weights(step).items())
+    assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
+    assert all(math.isfinite(value) for value in metrics.as_dict().values())
 
 
 def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:

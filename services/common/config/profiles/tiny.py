@@ -24,6 +24,7 @@ FindWorld = Callable[[str, Mapping[str, Any]], World | None]
 BUILDER = "services.common.tiny_models:build"
 STEPS = 3
 TRAIN_ROWS, EVALUATION_ROWS = 64, 2
+EVALUATION_SAMPLES = 2
 GROUP_SIZE = 4
 BATCH_SIZE = 16
 EPISODE_BATCH_SIZE = 8  # episodes are long
@@ -48,7 +49,7 @@ def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) ->
     made: Tree = copy.deepcopy(dict(tree))
     episodes = made["workflow"]["name"] == "agent_env"
     made["name"] = f"{made['name']}-tiny"
-    made["run"]["steps"] = min(made["run"]["steps"], STEPS)
+    made["run"] |= {"steps": min(made["run"]["steps"], STEPS), "resume": "never"}
     _rollouts(made)
     world = find_world(made["workflow"]["settings"].get("environment", ""), made) if episodes else None
     if world is not None:
@@ -77,9 +78,12 @@ def _rollouts(made: Tree) -> None:
 def _data(made: Tree, find_rows: FindRows) -> None:
     data = made["data"]
     data["train"] = _few(find_rows(data["train"]), TRAIN_ROWS)
-    if data["train"]["max_prompt_tokens"] is not None:
-        data["train"]["max_prompt_tokens"] = PROMPT_TOKENS
     data["evaluation"] = {name: _few(find_rows(rows), EVALUATION_ROWS) for name, rows in data["evaluation"].items()}
+    for rows in (data["train"], *data["evaluation"].values()):
+        if rows["max_prompt_tokens"] is not None:
+            rows["max_prompt_tokens"] = PROMPT_TOKENS
+        if rows["samples_per_task"] is not None:
+            _at_most(rows, "samples_per_task", EVALUATION_SAMPLES)
 
 
 def _move(made: Tree, world: World) -> None:
@@ -105,7 +109,7 @@ def _evaluation(made: Tree) -> None:
     evaluation = made["evaluation"]
     if evaluation["every"]:
         _at_most(evaluation, "every", STEPS - 1)
-    _at_most(evaluation, "samples_per_task", 2)
+    _at_most(evaluation, "samples_per_task", EVALUATION_SAMPLES)
     for sampling in evaluation["samplings"].values():
         sampling |= {"max_new_tokens": TURN_TOKENS, "min_new_tokens": 0}
 
@@ -154,9 +158,11 @@ def _inference(service: Tree) -> None:
 
 
 def _gateway(gateway: Tree) -> None:
-    gateway |= {"host": LOOPBACK, "port": 0}
+    gateway |= {"host": LOOPBACK, "port": 0, "node": 0}
     _at_most(gateway["sandbox"], "num_slots", 2)
     _at_most(gateway["math"], "num_workers", 1)
+    for world in ("alfworld", "textworld"):
+        _at_most(gateway[world]["engine"], "num_workers", 2)  # for two cores: each new game would start another process
     gateway["queue"]["redis_uri"] = ""  # judged here: workers elsewhere know nothing of this run
     for server in ("http", "task_server"):
         if gateway[server]["port"] is not None:

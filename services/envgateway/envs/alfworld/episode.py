@@ -18,7 +18,7 @@ from pydantic import Field
 from services.common.config.base import Section
 from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.actions import choose
-from services.envgateway.envs.alfworld.games import game_of
+from services.envgateway.envs.alfworld.games import GameList, game_of
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.engines.pool import EnginePool, Game
 from services.envgateway.envs.replies import MALFORMED, offer, read_action, without_offer
@@ -33,7 +33,7 @@ class AlfworldSettings(Section):
 
 
 class AlfworldEpisode:
-    def __init__(self, pool: EnginePool, data: Path, games: Callable[[], Sequence[str]], max_turns: int) -> None:
+    def __init__(self, pool: EnginePool, data: Path, games: Callable[[], GameList], max_turns: int) -> None:
         """``games`` may take its time when it is called first: it reads a folder."""
         self._pool = pool
         self._data = data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,33 @@ from services.common.errors import ConfigError, InvalidRequestError
 GAME_FILE = "game.tw-pddl"
 
 
-def list_games(data: Path, config: AlfworldConfig) -> Sequence[str]:
-    """Paths relative to ``data``. Raises ``ConfigError`` for a list that cannot be read, and where there is no game."""
+@dataclass(frozen=True, slots=True)
+class GameList:
+    """Games that a task's ``index`` counts in."""
+
+    names: Sequence[str]  # paths relative to the data folder
+    source: str  # the setting that they are from, and the file or folder that it names
+
+    def holds(self) -> str:
+        """Where the games are from and how many there are, as errors say it."""
+        return f"{self.source} holds {len(self.names)} games"
+
+
+def list_games(data: Path, config: AlfworldConfig) -> GameList:
+    """Raises ``ConfigError`` for a list that cannot be read, and where there is no game."""
     if config.games is None:
-        games = sorted(path.relative_to(data).as_posix() for path in data.rglob(GAME_FILE))
+        names = sorted(path.relative_to(data).as_posix() for path in data.rglob(GAME_FILE))
+        games = GameList(names, f"envgateway.alfworld.data ({data.absolute()})")
     else:
-        games = _read_list(config.games)
-    if not games:
-        raise ConfigError(f"envgateway.alfworld: there is no {GAME_FILE} below {data}")
+        games = GameList(_read_list(config.games), f"envgateway.alfworld.games ({config.games.absolute()})")
+    if not games.names:
+        raise ConfigError(
+            f"{games.source} holds no game" + ("" if config.games else f": there is no {GAME_FILE} below")
+        )
     return games
 
 
-def game_of(task: Mapping[str, Any], games: Sequence[str], data: Path) -> str:
+def game_of(task: Mapping[str, Any], games: GameList, data: Path) -> str:
     """The game that a task's row asks for: by ``game``, a path relative to ``data``, or by ``index``.
 
     Raises:
@@ -37,9 +53,9 @@ def game_of(task: Mapping[str, Any], games: Sequence[str], data: Path) -> str:
         return name
     if isinstance(index, bool) or not isinstance(index, int):
         raise InvalidRequestError("the task names no game: it needs `index` (a number) or `game` (a path)")
-    if not 0 <= index < len(games):
-        raise InvalidRequestError(f"there is no game {index}; they count from 0 to {len(games) - 1}")
-    return games[index]
+    if not 0 <= index < len(games.names):
+        raise InvalidRequestError(f"{games.holds()}, and indices count from 0; the task asks for index {index}")
+    return games.names[index]
 
 
 def _read_list(path: Path) -> list[str]:

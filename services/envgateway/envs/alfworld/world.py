@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.common.config.environments import AlfworldConfig
 from services.envgateway.envs.alfworld.episode import AlfworldEpisode
-from services.envgateway.envs.alfworld.games import list_games
+from services.envgateway.envs.alfworld.games import GameList, list_games
 from services.envgateway.envs.engines.pool import EnginePool
 
 _MODULE = "services.envgateway.envs.alfworld.engine"
@@ -25,12 +25,12 @@ class AlfworldWorld:
         self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
 
     @functools.cached_property
-    def games(self) -> Sequence[str]:
-        """Paths relative to the data folder; a task's ``index`` counts in it. Raises ``ConfigError``."""
+    def games(self) -> GameList:
+        """Raises ``ConfigError``."""
         return list_games(self._data, self._config)
 
     async def indices(self) -> Sequence[int]:
-        return range(len(await asyncio.to_thread(lambda: self.games)))
+        return range(len((await asyncio.to_thread(lambda: self.games)).names))
 
     @property
     def max_turns(self) -> int:

@@ -66,7 +66,7 @@ class Catalogue:
 def find_files(folder: Path) -> CatalogueFiles:
     """Raises ``ConfigError`` when a file is missing, or when it is not clear which one is meant."""
     if not folder.is_dir():
-        raise ConfigError(f"envgateway.webshop.data: {folder} is no folder")
+        raise ConfigError(f"envgateway.webshop.data: there is no folder {folder.absolute()}")
     return CatalogueFiles(
         _one(folder, "items_shuffle"), _one(folder, "items_ins_v2"), _one(folder, "items_human_ins", exactly=True)
     )

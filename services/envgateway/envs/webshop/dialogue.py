@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from services.common.config.environments import WebshopPage
 from services.envgateway.envs.webshop.visit import Visit
 
-Mode = Literal["text", "text_rich", "url"]
 Style = Literal["agentbench", "bare"]
 
 _REPLY = re.compile(r"[Aa]ction: *\n* *((search|click)\[.+?])")
@@ -81,7 +81,7 @@ OPENING: tuple[Mapping[str, str], ...] = (
 )
 
 
-def shown(visit: Visit, style: Style, mode: Mode) -> str:
+def shown(visit: Visit, style: Style, mode: WebshopPage) -> str:
     """What the policy reads next."""
     page = visit.page
     if mode == "text":

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from services.common.config.base import Section
+from services.common.config.environments import WebshopConfig, WebshopPage
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.settings import settings_of
-from services.envgateway.envs.webshop.dialogue import OPENING, Mode, Style, action_of, admissible, shown
+from services.envgateway.envs.webshop.dialogue import OPENING, Style, action_of, admissible, shown
 from services.envgateway.envs.webshop.goals import Goal, goal_of
 from services.envgateway.envs.webshop.shop import Shop
 from services.envgateway.envs.webshop.visit import Visit
@@ -23,8 +24,8 @@ from services.envgateway.envs.webshop.visit import Visit
 class WebshopSettings(Section):
     style: Style = "agentbench"
     """How it talks: AgentBench's dialogue with rules and an example, or pages and actions alone (`bare`)."""
-    observation: Mode = "text"
-    """Pages as joined text, as text with marked buttons, or as their URL."""
+    observation: WebshopPage | None = None
+    """How a page is shown; left out, `envgateway.webshop.observation`."""
     max_turns: int | None = Field(default=None, ge=1)
     """Turns of the episode; left out, `envgateway.webshop.max_turns`."""
 
@@ -38,20 +39,23 @@ class ShopOwner(Protocol):
 class WebshopEnvironment:
     """``reset`` waits for the shop; ``step`` is plain, so that searching holds nobody up."""
 
-    def __init__(self, owner: ShopOwner, max_turns: int) -> None:
+    def __init__(self, owner: ShopOwner, config: WebshopConfig) -> None:
         self._owner = owner
-        self._max_turns = max_turns
-        self._settings = WebshopSettings()
+        self._max_turns = config.max_turns
+        self._style: Style = "agentbench"
+        self._page: WebshopPage = config.observation
         self._visit: Visit | None = None
         self._turns = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        self._settings = settings_of(task, WebshopSettings)
+        settings = settings_of(task, WebshopSettings)
         goal, session = _goal_of(task, await self._owner.shop())
         self._visit = Visit(await self._owner.shop(), goal, session)
-        self._max_turns = self._settings.max_turns or self._max_turns
-        text = shown(self._visit, self._settings.style, self._settings.observation)
-        if self._settings.style == "bare":
+        self._max_turns = settings.max_turns or self._max_turns
+        self._style = settings.style
+        self._page = settings.observation or self._page
+        text = shown(self._visit, self._style, self._page)
+        if self._style == "bare":
             return Observation(text=text, admissible_actions=admissible(self._visit))
         messages = (*OPENING, {"role": "user", "content": text})
         return Observation(
@@ -62,12 +66,12 @@ class WebshopEnvironment:
 
     def step(self, action: str) -> StepResult:
         assert self._visit is not None, "step before reset"
-        chosen = action_of(action, self._settings.style)
+        chosen = action_of(action, self._style)
         self._turns += 1
         if chosen is None:
             return StepResult(done=True, status=EndStatus.VALIDATION_FAILED, metrics={"unparsed_actions": 1.0})
         self._visit.act(chosen)
-        text = shown(self._visit, self._settings.style, self._settings.observation)
+        text = shown(self._visit, self._style, self._page)
         if self._visit.purchase is not None:
             purchase = self._visit.purchase
             return StepResult(
@@ -97,5 +101,7 @@ def _goal_of(task: Mapping[str, Any], shop: Shop) -> tuple[Goal, str]:
     if not isinstance(index, int) or isinstance(index, bool):
         raise InvalidRequestError("the task names no goal: it needs `index`, a whole number, or `goal`")
     if not 0 <= index < len(shop.goals):
-        raise InvalidRequestError(f"the task's index {index} is out of range: there are {len(shop.goals)} goals")
+        raise InvalidRequestError(
+            f"the shop holds {len(shop.goals)} goals, and indices count from 0; the task asks for index {index}"
+        )
     return shop.goals[index], str(index)

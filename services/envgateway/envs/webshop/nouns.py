@@ -36,7 +36,9 @@ def spacy_tagger(model: str) -> Tagger:
     try:
         parse: Any = spacy.load(model)
     except OSError as error:
-        raise ConfigError(f"envgateway.webshop.spacy_model: {error}") from error
+        raise ConfigError(
+            f"envgateway.webshop.spacy_model: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
+        ) from error
     return lru_cache(_REMEMBERED)(lambda name: tuple(t.text.lower() for t in parse(name) if t.pos_ in _NOUNS))
 
 

@@ -22,7 +22,7 @@ class WebshopWorld:
         if config.data is None:
             raise ConfigError("envgateway.webshop.data names no folder")
         if config.goals is not None and not config.goals.is_file():
-            raise ConfigError(f"envgateway.webshop.goals: {config.goals} is no file")
+            raise ConfigError(f"envgateway.webshop.goals: there is no file {config.goals.absolute()}")
         self._files = find_files(config.data)
         self._config = config
         self.max_turns = config.max_turns
@@ -30,7 +30,7 @@ class WebshopWorld:
         self._opening: asyncio.Task[Shop] | None = None
 
     def build(self) -> WebshopEnvironment:
-        return WebshopEnvironment(self, self.max_turns)
+        return WebshopEnvironment(self, self._config)
 
     async def indices(self) -> range:
         return range(len((await self.shop()).goals))

@@ -206,16 +206,16 @@ async def test_a_storm_of_creates_never_goes_over_the_limit_and_everybody_gets_a
 
 
 @pytest.mark.slow
-async def test_ten_thousand_abandoned_episodes_go_and_leave_nothing_behind() -> None:
-    async with _served(max_episodes=10_000, lease_s=30.0) as served:
-        starting = iter(range(10_000))
+async def test_thousands_of_abandoned_episodes_go_and_leave_nothing_behind() -> None:
+    async with _served(max_episodes=3_000, lease_s=30.0) as served:
+        starting = iter(range(3_000))
 
         async def abandon() -> None:
             for number in starting:
                 await served.client.create("rooms", {"index": number})
 
         await asyncio.gather(*(abandon() for _ in range(50)))
-        assert (served.episodes.num_live, _num_alive()) == (10_000, 10_000)
+        assert (served.episodes.num_live, _num_alive()) == (3_000, 3_000)
         request = pb.CreateEpisodeRequest(environment="rooms", task_json=b"{}")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await served.client.stub.CreateEpisode(request, timeout=TIMEOUT_S)
@@ -223,10 +223,10 @@ async def test_ten_thousand_abandoned_episodes_go_and_leave_nothing_behind() -> 
         assert _retry_delay_s(refused.value) > 0
         served.clock.now = 29.9
         await served.episodes.expire()
-        assert served.episodes.num_live == 10_000
+        assert served.episodes.num_live == 3_000
         served.clock.now = 30.0
         await served.episodes.expire()
-        assert (served.episodes.num_live, served.episodes.counts["expired"], _num_alive()) == (0, 10_000, 0)
+        assert (served.episodes.num_live, served.episodes.counts["expired"], _num_alive()) == (0, 3_000, 0)
         assert (await served.client.create("rooms", {"index": 1})).episode_id
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from services.envgateway.envs.alfworld.make import houses, package_data
 from services.envgateway.envs.alfworld.unpack import write_games
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 
-if importlib.util.find_spec("alfworld") is None:  # importing it here would bring torch and overwrite sys.argv
-    pytest.skip("the extra alfworld is not installed", allow_module_level=True)
+pytestmark = pytest.mark.needs("alfworld")
 
 
 async def test_made_houses_are_won_by_their_walkthrough(tmp_path: Path) -> None:

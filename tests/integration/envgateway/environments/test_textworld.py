@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -18,8 +17,7 @@ from services.envgateway.envs.textworld.world import TextworldWorld
 
 from .serving import Client, served_world
 
-if importlib.util.find_spec("textworld") is None:
-    pytest.skip("the extra textworld is not installed", allow_module_level=True)
+pytestmark = pytest.mark.needs("textworld")
 
 COOKING = {"kind": "cooking", "recipe": 1, "take": 1, "open": True, "cook": True, "split": "train"}
 

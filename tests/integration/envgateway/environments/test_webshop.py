@@ -69,6 +69,15 @@ async def test_a_reply_without_an_action_ends_it_and_so_does_the_last_turn(clien
     assert (await client.step(start.episode_id, 1, "search[a b]")).done
 
 
+async def test_pages_look_as_the_config_says_unless_the_row_says_otherwise(folder: Path) -> None:
+    world = WebshopWorld(WebshopConfig(data=folder, observation="text_rich"))
+    rich = await world.build().reset({"index": 0}, 0)
+    assert "[button] Search [button_]" in rich.messages[-1]["content"]
+    plain = await world.build().reset({"index": 0, "environment": {"observation": "text"}}, 0)
+    assert "[SEP] Search" in plain.messages[-1]["content"]
+    await world.close()
+
+
 async def test_the_status_of_an_end_is_in_agentbenchs_words(folder: Path) -> None:
     world = WebshopWorld(WebshopConfig(data=folder))
 
@@ -90,6 +99,11 @@ async def test_the_status_of_an_end_is_in_agentbenchs_words(folder: Path) -> Non
 async def test_a_row_without_a_goal_is_refused(client: Client, task: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         await client.create("webshop", task)
+
+
+async def test_an_index_that_the_shop_does_not_have_is_refused_with_both_numbers(client: Client) -> None:
+    with pytest.raises(InvalidRequestError, match=r"holds 2 goals, .* asks for index 12086"):
+        await client.create("webshop", {"index": 12_086})
 
 
 async def test_a_catalogue_that_cannot_be_read_is_told_to_whoever_asks_and_can_be_mended(folder: Path) -> None:
@@ -142,8 +156,10 @@ async def test_a_gateway_offers_it_when_it_has_a_catalogue_and_else_says_how(fol
         make_worlds(EnvGatewayConfig(webshop=WebshopConfig(data=folder, goals=folder / "none.json")))
 
 
+@pytest.mark.needs("spacy")
 def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> None:
-    spacy = pytest.importorskip("spacy")
+    import spacy
+
     parser = spacy.blank("en")
     ruler = parser.add_pipe("attribute_ruler")
     ruler.add([[{"LOWER": "mug"}]], {"POS": "NOUN"})
@@ -154,5 +170,5 @@ def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> N
 
     config = WebshopConfig(data=folder, tagger="spacy", spacy_model=str(tmp_path / "model"))
     assert tagger_of(config)("Acme Stone Mug") == ("acme", "mug")
-    with pytest.raises(ConfigError, match="spacy_model"):
+    with pytest.raises(ConfigError, match="spacy_model: run `python -m spacy download no_such_model`"):
         tagger_of(config.model_copy(update={"spacy_model": "no_such_model"}))

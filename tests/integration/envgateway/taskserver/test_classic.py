@@ -10,6 +10,8 @@ import pytest
 
 from services.common.config.environments import ServedTaskConfig, TaskServerConfig
 from services.common.errors import ConfigError
+from services.envgateway.episodes import EpisodeManager
+from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.taskserver.tasks import Tasks
 from tests.integration.envgateway.environments.serving import registry
 
@@ -163,6 +165,22 @@ def test_a_task_that_cannot_be_served_is_refused_at_start(served: dict[str, Serv
     known = registry({"orders": OrdersWorld(), "absent": "write it"})
     with pytest.raises(ConfigError, match=why):
         Tasks(TaskServerConfig(environments=served), known)
+
+
+def test_with_nothing_to_serve_what_each_world_lacks_is_told() -> None:
+    missing = "envgateway.alfworld.data: there is no folder /data/alfworld"
+    known = registry({"alfworld": missing})
+    episodes = EpisodeManager(known, max_episodes=1, lease_s=1.0)
+    with pytest.raises(ConfigError, match=f"nothing to serve: .*\n  alfworld: {missing}$"):
+        TaskServer(TaskServerConfig(port=0), "127.0.0.1", episodes, known, idle_s=1.0)
+
+
+async def test_a_range_of_tasks_that_the_environment_does_not_have_is_refused_with_both_numbers() -> None:
+    tasks = Tasks(
+        TaskServerConfig(environments={"orders": ServedTaskConfig(end=4699)}), registry({"orders": OrdersWorld()})
+    )
+    with pytest.raises(ConfigError, match=r"'orders' holds \d+ tasks; .*environments\.orders\.end is 4699"):
+        await tasks.indices(tasks.all[0])
 
 
 async def test_what_is_possible_in_the_newest_turn_only_is_left_out_of_older_ones(http: Http) -> None:

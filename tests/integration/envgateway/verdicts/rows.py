@@ -11,6 +11,10 @@ from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCa
 
 from .contest_solutions import SOLUTIONS
 
+_HUMANEVAL, _LEETCODE = "humaneval/HumanEval.jsonl", "leetcode/train.jsonl"
+_CONTESTS = {name: f"{name}/test.jsonl" for name in sorted({name for name, _ in SOLUTIONS})}
+FILES = (_HUMANEVAL, _LEETCODE, *_CONTESTS.values())  # below the folder of the rows
+
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
@@ -24,7 +28,7 @@ def humaneval(root: Path) -> dict[str, JudgeRequest]:
             code=row["prompt"] + row["canonical_solution"],
             tests=AssertTests(tests=row["test"], entry_point=row["entry_point"], preamble=row["prompt"]),
         )
-        for row in _rows(root / "humaneval" / "HumanEval.jsonl")
+        for row in _rows(root / _HUMANEVAL)
     }
 
 
@@ -34,15 +38,15 @@ def leetcode(root: Path) -> dict[str, JudgeRequest]:
         f"LeetCode/{row['row']}": JudgeRequest(
             code=row["solutions"], tests=AssertTests(tests=row["tests"]["functional"])
         )
-        for row in _rows(root / "leetcode" / "train.jsonl")
+        for row in _rows(root / _LEETCODE)
     }
 
 
 def contests(root: Path) -> dict[str, tuple[JudgeRequest, JudgeRequest]]:
     """Our solutions: right and wrong."""
     found: dict[str, tuple[JudgeRequest, JudgeRequest]] = {}
-    for data_set in sorted({name for name, _ in SOLUTIONS}):
-        for row in _rows(root / data_set / "test.jsonl"):
+    for data_set, path in _CONTESTS.items():
+        for row in _rows(root / path):
             codes = SOLUTIONS.get((data_set, row["row"]))
             if codes is not None:
                 tests = StdinTests(cases=tuple(_cases(row["tests"])))

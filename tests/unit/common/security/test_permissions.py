@@ -70,9 +70,10 @@ def test_a_viewer_only_looks() -> None:
     }
 
 
-def test_gateway_and_publisher_may_ask_nothing_of_the_run() -> None:
-    for role in (Role.ENVGATEWAY, Role.PUBLISHER):
-        assert {what for what, roles in _all() if role in roles} == {"/grpc.health.v1.Health/Check"}
+def test_gateway_and_publisher_may_ask_nothing_of_the_run_but_to_be_told_of_its_end() -> None:
+    join = {"/millrace.v1.PoolService/JoinGateway"}
+    for role, more in ((Role.ENVGATEWAY, join), (Role.PUBLISHER, set())):
+        assert {what for what, roles in _all() if role in roles} == {"/grpc.health.v1.Health/Check"} | more
 
 
 def _all() -> list[tuple[str, frozenset[Role]]]:

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError
 from services.common.weights.codec import ChunkChange
 from services.inference.engine.sglang.stage import FILE, Stage, place_stage, size_of
 from services.inference.engine.weight_update import WeightUpdate
-
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
 
 
 def tensors(seed: int = 0, dtype: Any = torch.bfloat16) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def tensors(seed: int = 0, dtype: Any = torch.bfloat16) -> dict[str, Any]:
 
 
 def read(stage: Stage) -> dict[str, Any]:
-    loaded: dict[str, Any] = safetensors.load_file(stage.directory / FILE)
+    loaded: dict[str, Any] = load_file(stage.directory / FILE)
     return loaded
 
 

@@ -29,10 +29,13 @@ CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expect
             {"tests": [{"input": "1\n2", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
             CALL,
         ),
-        (
-            {"tests": [{"input": "[1, 2]", "output": "3", "type": "functional", "metadata": {"func_name": "add"}}]},
-            CALL,
-        ),
+        ({"tests": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]}, CALL),
+        ({"tests": [{"type": "function_call", "fn_name": "add", "input": "1\n2", "output": "3"}]}, CALL),
+        ({"tests": [{"fn_name": "add", "input": [1, 2], "output": 3}]}, CALL),
+        ({"tests": [{"testtype": "functional", "input": "1\n2", "output": "3"}], "metadata": '{"func_name": "add"}'}, CALL),
+        ({"tests": [{"type": "stdin_stdout", "fn_name": None, "input": "1 2", "output": "3"}], "metadata": "7"}, STDIN),
+        ({"tests": str([{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}])}, CALL),
+        ({"tests": None, "verification_info": json.dumps({"language": "python", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]})}, CALL),
         (
             {"tests": {"functional": "check(add)"}},
             {"kind": "assert", "tests": "check(add)", "entry_point": "", "preamble": ""},
@@ -47,9 +50,37 @@ CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expect
             },
         ),
     ],
-)
+)  # fmt: skip
 def test_layouts_are_understood(tests: dict[str, Any], normal: dict[str, Any]) -> None:
     assert code_row({"problem": "Add.", **tests}, "row 1") == {"problem": "Add.", "tests": normal}
+
+
+def test_text_arguments_are_one_value_per_line_and_never_stdin() -> None:
+    pair = {"type": "function_call", "fn_name": "total", "input": "[1, 2]", "output": "3"}
+    tests = code_row({"problem": "Sum a list.", "tests": [pair]}, "row 1")["tests"]
+    assert tests["cases"] == [{"args": [[1, 2]], "expected": 3}]
+
+
+def test_returned_values_are_unwrapped_only_where_a_row_wraps_all_of_them() -> None:
+    pairs = [{"fn_name": "f", "input": [1], "output": [[1]]}, {"fn_name": "f", "input": [2], "output": [[1, 2]]}]
+    assert [c["expected"] for c in code_row({"problem": "p", "tests": pairs}, "")["tests"]["cases"]] == [[1], [1, 2]]
+    pairs = [{"fn_name": "f", "input": [1], "output": [1]}, {"fn_name": "f", "input": [2], "output": [1, 2]}]
+    assert [c["expected"] for c in code_row({"problem": "p", "tests": pairs}, "")["tests"]["cases"]] == [[1], [1, 2]]
+
+
+@pytest.mark.parametrize("column", ["problem", "starter_code", "solutions"])
+def test_a_method_of_solution_is_called_as_one(column: str) -> None:
+    code = "```python\nclass Solution:\n    def add(self, a, b):\n        return a + b\n```"
+    row = {"problem": "Add.", "tests": [{"fn_name": "add", "input": [1, 2], "output": [3]}]}
+    assert code_row({**row, column: [code] if column == "solutions" else code}, "")["tests"]["entry_point"] == (
+        "Solution().add"
+    )
+    assert code_row({**row, "problem": "class Solution:\n    def address(self):"}, "")["tests"]["entry_point"] == "add"
+
+
+def test_a_solution_is_taken_out_of_its_fence() -> None:
+    row = {"problem": "p", "tests": [{"input": "1", "output": "1"}], "solutions": ["```python\nprint(input())\n```"]}
+    assert code_row(row, "")["solution"] == "print(input())\n"
 
 
 def test_humaneval_keeps_its_prompt_as_the_tests_preamble_and_its_solution_whole() -> None:
@@ -78,9 +109,18 @@ def test_humaneval_keeps_its_prompt_as_the_tests_preamble_and_its_solution_whole
         ({"problem": "p", "tests": [{"input": 1, "output": "1"}]}, "must be text"),
         (
             {"problem": "p", "tests": [{"input": "1", "output": "1", "type": "functional"}]},
-            "without metadata.func_name",
+            "do not name it: no fn_name",
         ),
         ({"problem": "p", "tests": {"inputs": [7], "outputs": [7], "fn_name": "f"}}, "must be a list"),
+        ({"problem": "p", "tests": {"inputs": ["a b"], "outputs": [7], "fn_name": "f"}}, "one JSON value per line"),
+        ({"problem": "p", "tests": {"inputs": ["NaN"], "outputs": [7], "fn_name": "f"}}, "NaN is no JSON"),
+        ({"problem": "p", "tests": [{"input": "1", "output": "1", "type": "function_call"}]}, "do not name it"),
+        ({"problem": "p", "tests": [{"input": "1", "output": "1", "type": ["new"]}]}, "type .* there are stdin_stdout"),
+        (
+            {"problem": "p", "tests": [{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]},
+            "some cases read stdin and others call a function",
+        ),
+        ({"problem": "p", "verification_info": {"language": "rust", "test_cases": []}}, "only python is judged"),
         (
             {
                 "problem": "p",
@@ -116,3 +156,13 @@ def test_every_real_row_is_read(data_root: Path, file: str, rows: int, kind: str
     assert all(row["tests"]["kind"] == kind for row in normal) or kind is None
     assert all(("solution" in row) == with_solution for row in normal)
     assert all(row["tests"].get("cases", [1]) for row in normal)
+
+
+@pytest.mark.parametrize(
+    ("solutions", "kept"),
+    [(["a = 1", "b = 2"], ["a = 1", "b = 2"]), (["a = 1", " ", None, "b = 2"], ["a = 1", "b = 2"]), (["a = 1"], None)],
+)
+def test_of_several_reference_solutions_all_are_kept(solutions: list[Any], kept: list[str] | None) -> None:
+    row = {"problem": "p", "tests": [{"input": "1", "output": "1"}], "solutions": solutions}
+    normal = code_row(row, "row 1")
+    assert normal["solution"] == "a = 1" and normal.get("solutions") == kept

@@ -42,6 +42,8 @@ def test_layouts_are_understood(row: dict[str, Any], problem: str, answer: str) 
         ({"problem": "p", "answer": True}, "must be a number or text"),
         ({"problem": "p", "answer": ["1"]}, "is a list"),
         ({"problem": "p", "answer": "  "}, "is empty"),
+        ({"problem": "p", "answer": ""}, "is empty"),
+        ({"problem": "p", "answer": None}, "the answer is null"),
         ({"problem": "p", "answer": float("nan")}, "finite"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}, "end with a user message"),
     ],
@@ -52,9 +54,20 @@ def test_what_is_not_understood_is_refused_with_its_place(row: dict[str, Any], m
     assert "file.jsonl, row 17" in refused.value.message
 
 
-def test_a_row_without_an_answer_is_left_out() -> None:
-    assert math_row({"problem": "p", "answer": ""}, "row 1") is None
-    assert math_row({"problem": "p", "answer": None}, "row 1") is None
+ASKED = "Let's think step by step and output the final answer within \\boxed{}."
+
+
+@pytest.mark.parametrize("between", [" ", "\n\n", r"\n\n", r" \n "])
+def test_the_instruction_that_a_preparation_appended_is_taken_off(between: str) -> None:
+    row = {"prompt": [{"role": "user", "content": f"2+2?{between}{ASKED}"}], "reward_model": {"ground_truth": "4"}}
+    assert math_row(row, "row 1") == {"problem": "2+2?", "answer": "4"}
+
+
+def test_the_words_of_an_instruction_stay_within_a_problem_and_in_columns_of_problems() -> None:
+    inside = f"Who said: {ASKED} Guess."
+    row = {"prompt": [{"role": "user", "content": inside}], "reward_model": {"ground_truth": "4"}}
+    assert math_row(row, "row 1")["problem"] == inside
+    assert math_row({"problem": f"p {ASKED}", "answer": "4"}, "row 1")["problem"] == f"p {ASKED}"
 
 
 @given(number=st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
@@ -70,7 +83,7 @@ def test_a_number_keeps_its_value(number: float) -> None:
         ("amc23/test.jsonl", 40, "27"),
         ("math500/test.jsonl", 500, r"\left( 3, \frac{\pi}{2} \right)"),
         ("gsm8k/train.jsonl", 7473, "72"),
-        ("math_train/train.jsonl", 4996, "98"),
+        ("math_train/train.jsonl", 4996, "98"),  # of 5000: four have no answer
         ("aime_1983_2023/train.jsonl", 705, "60"),
         ("deepscaler/sample.jsonl", 5000, "12"),
         ("areal_rlvr_samples/rlvr_math.jsonl", 10, "37"),
@@ -79,7 +92,10 @@ def test_a_number_keeps_its_value(number: float) -> None:
 def test_every_real_row_is_read(data_root: Path, file: str, rows: int, first: str) -> None:
     path = data_root / file
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    read = [math_row(line, f"{file}, row {number}") for number, line in enumerate(lines, start=1)]
-    normal = [row for row in read if row is not None]
+    normal = [
+        math_row(line, f"{file}, row {number}")
+        for number, line in enumerate(lines, 1)
+        if line.get("answer", 0) not in ("", None)
+    ]
     assert len(normal) == rows and normal[0]["answer"] == first
-    assert all(row["problem"] and "<｜" not in row["problem"] for row in normal)
+    assert all(row["problem"] and "<｜" not in row["problem"] and ASKED not in row["problem"] for row in normal)

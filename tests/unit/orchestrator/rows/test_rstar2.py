@@ -25,14 +25,16 @@ def test_both_layouts_become_one(tmp_path: Path) -> None:
     first = written(tmp_path / "a.jsonl", CHAT, {"problem": "?", "answer": None})
     second = written(tmp_path / "b.jsonl", PLAIN)
     done = process_train_dataset([first, second], tmp_path / "out" / "train.jsonl")
-    assert (done.num_rows, done.num_left_out) == (2, 1)
+    assert (done.num_rows, [left_out.count for left_out in done.left_out.values()]) == (2, [1, 0])
     rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
     assert rows == [{"problem": "What is 2+2?", "answer": "4"}, {"problem": "What is 3+3?", "answer": "6"}]
 
 
-def test_a_row_of_neither_layout_is_refused_with_its_number_and_nothing_is_left(tmp_path: Path) -> None:
-    source = written(tmp_path / "a.jsonl", PLAIN, {"problem": "?"})
-    with pytest.raises(DatasetError, match=r"a\.jsonl, row 2: no answer"):
+def test_without_a_row_of_either_layout_the_file_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    source = written(tmp_path / "a.jsonl", {"problem": "?"}, {"text": "?"})
+    with pytest.raises(
+        DatasetError, match=r"a\.jsonl holds no row that can be used \(2 looked at\): row 1: no answer.*; row 2"
+    ):
         process_train_dataset([source], tmp_path / "train.jsonl")
     assert not list(tmp_path.glob("train.jsonl*"))
 
@@ -46,7 +48,8 @@ def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
-    source = written(tmp_path / "a.jsonl", CHAT, PLAIN)
+    source = written(tmp_path / "a.jsonl", CHAT, {"problem": "?"}, PLAIN)
     command = [sys.executable, "-m", "services.cli", "data", "rstar2", source, "-o", str(tmp_path / "train.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "train.jsonl: 2 rows" in done.stdout) == (0, True), done.stderr
+    assert "a.jsonl: 1 rows left out: row 2: no answer" in done.stdout

@@ -360,6 +360,14 @@ def test_who_never_came_is_named_once_processes_had_time_to_load_models() -> Non
     assert run.named_within(30) == {("trainer/model0", "absent")}
 
 
+def test_a_gateway_of_another_node_that_does_not_come_is_named() -> None:
+    run = MadeUpRun()
+    run.set(held_back={"envgateway": "the environment gateway of node 1 has not joined"})
+    run.run(50)
+    assert not run.stalls
+    assert run.named_within(30) == {("envgateway", "absent")}
+
+
 def test_when_nothing_goes_on_and_no_rule_knows_why_the_end_of_the_waits_is_named(run: MadeUpRun) -> None:
     run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
     run.set_account(lambda: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
+from tests import needs
 from tests.ports import free_port
 
 TASK = "alfworld-made"
@@ -60,7 +60,7 @@ def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
     """Skips where there is none. Makes what the task reads: its list of games and its config."""
     root, python = os.environ.get("MILLRACE_AGENTBENCH_ROOT"), os.environ.get("MILLRACE_AGENTBENCH_PYTHON")
     if not root or not python:
-        pytest.skip("MILLRACE_AGENTBENCH_ROOT and MILLRACE_AGENTBENCH_PYTHON name no AgentBench")
+        needs.unmet("AgentBench", "MILLRACE_AGENTBENCH_ROOT or MILLRACE_AGENTBENCH_PYTHON is not set")
     import alfworld.info
 
     tasks = Path(root) / "src/server/tasks/alfworld"

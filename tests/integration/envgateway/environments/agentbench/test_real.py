@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -19,14 +18,12 @@ from services.envgateway.envs.alfworld.unpack import unpack
 from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
+from tests import needs
 
 from ..serving import Client, registry, served_world
 from .real import CONCURRENCY, RAISING_TASK, Checkout, adapter, checkout, controller, pool
 
-if importlib.util.find_spec("alfworld") is None:
-    pytest.skip("the extra alfworld is not installed", allow_module_level=True)
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("alfworld", "AgentBench", "made ALFWorld games")]
 LOST = (InfrastructureError, EpisodeNotFoundError)
 
 
@@ -76,7 +73,9 @@ async def test_places_at_the_classic_controller_are_counted_given_back_and_lost_
     bench: Checkout,
 ) -> None:
     if bench.has("src.server.task_server_adapter"):
-        pytest.skip("the task of this fork goes on when it is cancelled: its worker is then taken for dead")
+        needs.unmet(
+            "AgentBench", "the task of this fork goes on when it is cancelled: its worker is then taken for dead"
+        )
     async with controller(bench) as (url, worker):
         async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:
             held = [await client.create("bench", {"index": 4}) for _ in range(CONCURRENCY)]
@@ -111,7 +110,7 @@ async def begin_when_free(client: Client) -> Any:
 
 async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, games: Any) -> None:
     if not bench.has("src.server.task_server_adapter"):
-        pytest.skip("this checkout has no task-server adapter")
+        needs.unmet("AgentBench", "this checkout has no task-server adapter")
     traces = games[2]
     async with adapter(bench) as url:
         world = AgentBenchWorld(AgentBenchConfig(url=url))
@@ -131,7 +130,7 @@ async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, game
 
 async def test_episodes_at_a_pool_of_adapters_end_with_its_words(bench: Checkout, games: Any) -> None:
     if not bench.has("src.server.adapter_pool_controller"):
-        pytest.skip("this checkout has no pool of adapters")
+        needs.unmet("AgentBench", "this checkout has no pool of adapters")
     traces = games[2]
     async with pool(bench) as url:
         async with served_world("bench", AgentBenchWorld(AgentBenchConfig(url=url))) as client:

@@ -1,0 +1,47 @@
+"""What built-in workflows and rewards read of a dataset row.
+
+Looked at when a dataset is opened, so that a row that cannot be used is left out, and again when the row is played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.errors import DatasetError
+
+Row = Mapping[str, Any]
+
+PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
+TRUTH_FIELDS = ("answer", "ground_truth", "solution")
+TEST_KINDS = ("stdin", "call", "assert")
+
+
+def prompt_in(row: Row, field: str | None, where: str) -> str | list[Mapping[str, Any]]:
+    """The text or the messages of a row's prompt; ``DatasetError`` names ``where``.
+
+    >>> prompt_in({"problem": "2+2?", "answer": 4}, None, "row 1")
+    '2+2?'
+    """
+    names = (field,) if field else PROMPT_FIELDS
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise DatasetError(f"{where} has no prompt: looked for {', '.join(names)} in {sorted(row)}")
+    prompt = row[found]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        return prompt
+    raise DatasetError(f"{where}: {found} is neither text nor a list of messages")
+
+
+def truth_in(row: Row) -> Any:
+    """The reference answer of a row, in either column layout; None when it has none.
+
+    >>> truth_in({"answer": 12}), truth_in({"reward_model": {"ground_truth": "12"}})
+    (12, '12')
+    """
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        return nested["ground_truth"]
+    return next((row[name] for name in TRUTH_FIELDS if row.get(name) is not None), None)

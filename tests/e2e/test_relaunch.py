@@ -1,0 +1,83 @@
+"""A recipe that is launched again with ``--resume auto``: its run goes on, and of two launches at once one gets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation.held_out.limit=8"]
+
+
+class Launch:
+    """``millrace run recipes/quickstart --resume auto`` in a process of its own; nobody names the run."""
+
+    def __init__(self, runs: Path, name: str, *settings: str) -> None:
+        arguments = [part for setting in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", setting)]
+        self._output = runs / f"{name}.out"
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *arguments, "--resume", "auto"],
+                cwd=REPOSITORY,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, started_from: list[str]) -> Iterator[Callable[[str], Launch]]:
+    launches: list[Launch] = []
+
+    def start(name: str) -> Launch:
+        launches.append(Launch(tmp_path, name, *started_from))
+        return launches[-1]
+
+    yield start
+    for each in launches:
+        each.stop()
+
+
+def run_directories(runs: Path) -> list[Path]:
+    return sorted(resolved.parent for resolved in runs.glob("*/recipe.json"))
+
+
+def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[str], Launch], tmp_path: Path) -> None:
+    first = launch("first")
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not any(b'"training_step"' in file.read_bytes() for file in tmp_path.glob("*/metrics/orchestrator.jsonl")):
+        assert first.process.poll() is None and time.monotonic() < deadline, first.output
+        time.sleep(0.1)
+    first.process.kill()
+    first.process.wait(10)
+    assert "beginning a new run" in first.output
+    (run_dir,) = run_directories(tmp_path)
+
+    both = [launch("second"), launch("third")]
+    codes = [each.process.wait(RUN_TIMEOUT_S) for each in both]
+    assert sorted(codes) == [0, 2], [each.output for each in both]
+    winner, loser = sorted(both, key=lambda each: each.process.returncode)
+    assert f"going on with {run_dir}" in winner.output
+    assert "is in use" in loser.output or "does not go on" in loser.output
+    assert run_directories(tmp_path) == [run_dir]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["state"], summary["steps"]) == ("finished", {"model0": 4})

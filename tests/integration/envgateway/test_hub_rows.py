@@ -1,0 +1,67 @@
+"""Tasks made of rows of every dataset on the hub are rewarded: by the real judge and by Math-Verify."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.common.config.data import DatasetConfig
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import JudgeRequest, JudgeResult
+from services.envgateway.rewards.code import CodeReward
+from services.envgateway.rewards.math import MathReward
+from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.sandbox.pool import SandboxPool
+from services.orchestrator.catalogue import FORMS, KNOWN
+from services.orchestrator.datasets import TaskSource, open_source
+from tests.hub_rows import RIGHT, ROWS
+
+
+class AtOnce:
+    """Judges without a queue."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
+        return await self._judge.judge(job)
+
+
+def tasks(name: str, form: Any) -> TaskSource:
+    return open_source(DatasetConfig(path=str(ROWS / f"{name}.jsonl"), form=form), seed=0)
+
+
+def named(form: str) -> list[str]:
+    return sorted(name for name in RIGHT if KNOWN[name].normalise is FORMS[form])
+
+
+@pytest.mark.parametrize("name", named("code"))
+async def test_programs_are_right_or_wrong(name: str, pool: SandboxPool) -> None:
+    reward, source = CodeReward(AtOnce(Judge(pool))), tasks(name, "code")
+    for place, right in enumerate(RIGHT[name]):
+        data = source[place].data
+        assert (await reward(data, f"```python\n{right}\n```")).outcome is RewardOutcome.CORRECT, data
+        if "solution" in data:
+            assert (await reward(data, data["solution"])).outcome is RewardOutcome.CORRECT, data
+        assert (await reward(data, "```python\nprint('other')\n```")).outcome is RewardOutcome.WRONG, data
+
+
+@pytest.fixture
+async def math_pool() -> AsyncIterator[MathPool]:
+    pool = MathPool(MathRewardConfig(num_workers=1))
+    yield pool
+    await pool.close()
+
+
+async def test_answers_are_right_or_wrong(math_pool: MathPool) -> None:
+    reward = MathReward(math_pool)
+    for name in named("math"):
+        source = tasks(name, "math")
+        for place, right in enumerate(RIGHT[name]):
+            data = source[place].data
+            assert (await reward(data, f"So it is {right}.")).outcome is RewardOutcome.CORRECT, (name, data)
+            assert (await reward(data, r"So it is \boxed{123456}.")).outcome is RewardOutcome.WRONG, (name, data)

@@ -1,0 +1,75 @@
+"""Rows that a recipe's workflow or reward cannot use are known before they are played."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.config.data import DatasetConfig
+from services.common.config.recipe import Recipe
+from services.orchestrator.datasets import open_source
+from services.orchestrator.requirements import requirement
+
+MESSAGES = [{"role": "user", "content": "q"}]
+TESTS = {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}
+
+
+def recipe(workflow: dict[str, Any], evaluation: dict[str, Any] | None = None) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "required",
+            "policies": {"model0": {"model": {"path": "none"}}},
+            "data": {"train": {"path": "unused"}, "evaluation": {"held_out": {"path": "unused"}}},
+            "workflow": workflow,
+            "evaluation": {"workflow": evaluation},
+        }
+    )
+
+
+def left_out(path: Path, needed: Recipe, section: str = "data.train") -> list[str]:
+    return open_source(DatasetConfig(path=str(path)), 0, requirement(needed, section)).left_out.reasons
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    import orjson
+
+    path = tmp_path / "rows.jsonl"
+    made = [
+        {"messages": MESSAGES, "answer": 1, "tests": TESTS, "other": "q"},
+        {"text": "q", "answer": 1, "tests": TESTS, "other": "q"},
+        {"problem": ["q"], "answer": 1, "tests": TESTS, "other": "q"},
+        {"problem": "q", "reward_model": {"ground_truth": None}, "tests": TESTS, "other": "q"},
+        {"problem": "q", "answer": 1, "tests": [{"input": "1", "output": "1"}]},
+    ]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in made))
+    return path
+
+
+def test_a_workflow_that_reads_a_prompt_needs_one(rows: Path) -> None:
+    prompt, kind = left_out(rows, recipe({"name": "single_turn"}))
+    assert prompt.startswith("row 2 has no prompt: looked for messages, prompt, problem, question in")
+    assert kind == "row 3: problem is neither text nor a list of messages"
+    (other,) = left_out(rows, recipe({"name": "tool_use", "settings": {"prompt_field": "other"}}))
+    assert other.startswith("row 5 has no prompt: looked for other in")
+
+
+def test_the_rewards_math_and_code_need_an_answer_and_tests(rows: Path) -> None:
+    math = left_out(rows, recipe({"name": "single_turn", "settings": {"reward": "math"}}))
+    assert math[2].startswith("row 4 has no answer")
+    code = left_out(rows, recipe({"name": "single_turn", "settings": {"reward": "code"}}))
+    assert code[2].startswith("row 5 has no tests with a kind of stdin, call, assert")
+
+
+def test_evaluation_data_are_for_the_workflow_of_evaluation(rows: Path) -> None:
+    math = {"name": "single_turn", "settings": {"reward": "math"}}
+    both = recipe({"name": "single_turn"}, evaluation=math)
+    assert len(left_out(rows, both)) == 2
+    assert len(left_out(rows, both, "data.evaluation.held_out")) == 3
+
+
+def test_workflows_of_users_and_of_environments_need_nothing_that_is_known(rows: Path) -> None:
+    assert left_out(rows, recipe({"name": "agent_env", "settings": {"environment": "alfworld"}})) == []
+    assert left_out(rows, recipe({"name": "own.module:Flow"})) == []

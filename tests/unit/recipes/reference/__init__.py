@@ -1,0 +1,11 @@
+"""The recipes' references, key by key: the value in their files, the value here, and the reason for a difference.
+
+    names.py     the reference's recipes, and the sets of them that rows speak of
+    table.py     the row, and its comparison with a resolved recipe
+    reading.py   the reference's terms in this project's words, and values that no single key of a recipe holds
+    m2po.py, rstar2.py, behaviour.py   the rows
+    pages.py     writes the departures into docs/recipes
+
+`tests/unit/recipes/test_reference.py` compares every row with the resolved recipe, and with MILLRACE_DATA_ROOT every setting
+of the reference's files with a row.
+"""

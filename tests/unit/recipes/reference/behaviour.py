@@ -1,0 +1,112 @@
+"""Rows about behaviour of the references' code that no setting of theirs controls."""
+
+from __future__ import annotations
+
+from tests.unit.recipes.reference.names import (
+    AGENTS,
+    CODE,
+    M2PO,
+    PAIRS,
+    RSTAR2,
+    TWO_NODES,
+    UNFILTERED,
+    UNFILTERED_DAPO_SOLVER,
+    WEBSHOP,
+)
+from tests.unit.recipes.reference.table import CODE as IN_CODE
+from tests.unit.recipes.reference.table import absent, departs, rows
+
+BEHAVIOUR_ROWS = rows(
+    IN_CODE, M2PO | RSTAR2,
+    departs(
+        "second moments of M2PO", "of each micro-batch", "policies.*.algorithm.m2po_scope", "minibatch",
+        "the gradient must not depend on how sequences are packed", of=M2PO,
+    ),
+    departs(
+        "advantage groups", "all attempts of a role in one", "policies.*.batch.group_by", "attempt",
+        "a second try follows a rejection, so its mean is another one; `policy` puts them together", of=PAIRS | TWO_NODES,
+    ),
+    departs(
+        "groups of equal rewards", "dropped by a later filter although `filter_function` is left out", "policies.*.batch.dynamic_sampling",
+        False, "off means off: the variants are compared with the filtered ones", of=UNFILTERED,
+    ),
+    departs(
+        "last evaluation", "at the last multiple of its steps", "evaluation.at_end", True,
+        "the last version is the one that is kept",
+    ),
+    departs(
+        "time limit of a rollout", "none", "rollout.timeout_s", 1800.0,
+        "every wait has a deadline; a rollout that takes longer is a failure, not a reward",
+    ),
+    absent("sampled work is kept: the others are compared with each other, two at least", {
+        "a failed sample": "drops its whole group",
+    }, of=M2PO),
+    absent("the ratio must be exact: the engine's log-probabilities are renormalised over what top_p and top_k keep", {
+        "log-probabilities of truncated sampling": "of the untruncated distribution",
+    }, of=AGENTS),
+    absent("one user message with all of it: a chat template may not know other roles", {
+        "opening of an episode": "a chat of instruction, example turns and task, with the roles `user` and `agent`",
+    }, of=AGENTS),
+    absent("BM25 over whole words, without Java: hits can differ", {
+        "WebShop's search": "Lucene, which stems words and drops stop words",
+    }, of=WEBSHOP),
+    absent("drawn with `envgateway.webshop.seed`, or read from a file: runs can be compared", {
+        "WebShop's prices and price limits": "drawn anew by each server",
+    }, of=WEBSHOP),
+    absent("all tests are run, so that the pass rate is one of all cases", {
+        "tests of a program": "stop at the first failure",
+    }, of=CODE),
+    absent("100 cases of 6 s take 600 s; grading that takes longer has failed, and its sample is left out", {
+        "all tests of a program together": "300 s",
+    }, of=CODE),
+    absent("`run` names the file and the command that fetches it before it starts anything", {
+        "LiveCodeBench's file is missing": "the first evaluation fails",
+    }, of=CODE),
+    absent("the program alone: it is what is run", {"what the verifier reads of the coder": "the whole answer"}, of=TWO_NODES),
+    absent("then there is none, and nothing is earned for validity: a wrong program does not say what is right", {
+        "no solution of a row passes all tests": "the best of them is the reference solution",
+    }, of=TWO_NODES),
+    absent("a test case counts once", {"a generated case that stands twice": "counts twice"}, of=TWO_NODES),
+    absent("they are run: the decision to try again reads no ground truth", {
+        "generated cases with fewer lines than the task's own tests": "refused as fragments",
+    }, of=TWO_NODES),
+    absent("gRPC over TLS, with keys of the run; node 1 is not dialled, so there is no handshake port", {
+        "between two nodes": "HTTP at the address of node 0, and a handshake port for weights",
+    }, of=TWO_NODES),
+    absent("the last tag decides: the review may weigh both before", {"several verdict tags": "the first decides"}, of=PAIRS),
+    absent("whole words in reviews that ended: `disapprove` does not approve, and a budget is no verdict", {
+        "a verdict without a tag": "`approve` or `reject` anywhere in the text",
+    }, of=PAIRS),
+    departs(
+        "evaluations in flight", "at most 128, unless `max_concurrent_evals` says otherwise", "evaluation.max_in_flight", None,
+        "the slots of the replicas that evaluate are the bound: one of two services, or a quarter of the slots",
+        of=M2PO - UNFILTERED_DAPO_SOLVER,
+    ),
+    absent("written for this project, for the same protocol", {"texts of prompts": "its own"}),
+    departs(
+        "programs at once", "no setting bounds them", "envgateway.sandbox.num_slots", 64,
+        "sandboxes beside the trainers are bounded; over Redis, workers of other nodes run more", of=CODE,
+    ),
+    departs(
+        "staleness", "0: rollouts and training take turns", "policies.*.batch.max_staleness", 1,
+        "they overlap; the clip against the recorded log-probabilities covers one update, and 0 makes them take turns",
+        of=RSTAR2,
+    ),
+    departs(
+        "how weights reach engines", "in memory", "policies.*.weights.transfer", "delta",
+        "engines are other processes; every tenth version travels in full", of=RSTAR2,
+    ),
+    departs(
+        "tries of an evaluation task", "no evaluation data is named", "evaluation.samples_per_task", 4,
+        "as the other recipes, at temperature 0.6", of=RSTAR2,
+    ),
+    absent("the update is left out, and those after it in its step: the gradient must not depend on packing", {
+        "a mean ratio above `early_stop_imp_ratio`": "a micro-batch of all ranks loses its gradient",
+    }, of=RSTAR2),
+    absent("all turns: an answer in the first turn is well formed", {
+        "turns of the format term": "all but the first, whose header is in the prompt",
+    }, of=RSTAR2),
+    absent("a call has failed when the judge's status says so: a program that prints \"error\" has not, a time-out has", {
+        "failed tool calls": "those with the word \"error\" in their response",
+    }, of=RSTAR2),
+)  # fmt: skip

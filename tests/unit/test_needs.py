@@ -1,0 +1,117 @@
+"""Needs of tests: an unmet one is a skip that the last line counts, or a failure where it was asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import needs, not_exercised
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+TESTS = Path(__file__).resolve().parents[1]
+MODULE = """
+import pytest
+from tests import needs
+
+needs.NEEDS["a moon"] = needs.Need("a moon", lambda: "there is none", "apt-get install moon")
+needs.NEEDS["air"] = needs.Need("air", lambda: None, "open a window")
+
+@pytest.fixture(scope="session")
+def moon():
+    needs.check("a moon")
+
+@pytest.mark.needs("air")
+def test_met(): pass
+
+@pytest.mark.needs("air", "a moon")
+@pytest.mark.parametrize("n", range(2))
+def test_marked(n): raise AssertionError
+
+def test_by_fixture(moon): raise AssertionError
+"""
+
+
+@pytest.fixture
+def run_tests(tmp_path: Path) -> Run:
+    def run(module: str, *arguments: str, require: str = "") -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "test_it.py"
+        file.write_text(module)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.not_exercised",
+            "-p",
+            "no:cacheprovider",
+            "--strict-markers",
+        ]
+        return subprocess.run(
+            [*command, f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}", "-c", os.devnull, *arguments, str(file)],
+            cwd=TESTS.parent, env={**os.environ, needs.REQUIRE: require}, capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+
+    return run
+
+
+def test_what_is_missing_is_skipped_and_counted_across_workers(run_tests: Run) -> None:
+    done = run_tests(MODULE, "-n1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed, 3 skipped" in done.stdout
+    assert "not exercised: 3 tests: 3 of a moon (apt-get install moon)." in done.stdout.splitlines()
+
+
+def test_what_is_required_fails_instead(run_tests: Run) -> None:
+    done = run_tests(MODULE, require="all")
+    assert done.returncode == 1
+    assert "MILLRACE_REQUIRE has a moon, but there is none (apt-get install moon)" in done.stdout
+    assert re.search(r"1 passed, 3 errors", done.stdout) and "skipped" not in done.stdout
+    assert "not exercised" not in done.stdout
+
+
+def test_a_need_that_is_not_in_the_table_stops_the_run(run_tests: Run) -> None:
+    done = run_tests(MODULE.replace('needs("air", "a moon")', 'needs("air", "a mooon")'))
+    assert done.returncode == 4
+    assert "there is no need 'a mooon'" in done.stderr + done.stdout
+    with pytest.raises(pytest.UsageError, match="MILLRACE_REQUIRE: there is no need 'a mooon'"):
+        needs.required("root, a mooon")
+
+
+def test_runs_that_write_to_a_file_have_one_line_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "log"
+    for names in (("redis-server", "iptables"), ("redis-server",)):
+        with file.open("ab") as log:
+            log.write(not_exercised.record({(name, needs.NEEDS[name].add): 2 for name in names}))
+    not_exercised.main(file)
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "not exercised: 6 tests: 4 of redis-server (make install-envs, or apt-get install redis-server); "
+    )
+    assert "2 of iptables (apt-get install iptables)." in said and said.endswith("make test-gpu.\n")
+
+
+def test_that_all_was_exercised_is_said() -> None:
+    assert not_exercised.line({}).startswith("not exercised: nothing")
+
+
+def test_what_ci_is_given_is_required_there_and_everything_by_all() -> None:
+    assert needs.required("ci") >= {"redis-server", "iptables", "alfworld", "C++ compiler"}
+    assert not needs.required("ci") & {"CUDA", "data root", "a user other than root"}
+    assert needs.required("all") == set(needs.NEEDS)
+    assert needs.required("ci, CUDA") == needs.required("ci") | {"CUDA"}
+    assert needs.required("") == frozenset()
+
+
+def test_no_test_is_skipped_in_another_way() -> None:
+    """A skip that no need stands for would be missing in the last line."""
+    other = re.compile(r"pytest\.(skip\(|importorskip|mark\.skip)|SkipTest")
+    found = [path for path in TESTS.rglob("*.py") if other.search(path.read_text()) and path != Path(__file__)]
+    assert found == []
