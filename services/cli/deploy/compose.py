@@ -328,13 +328,10 @@ class _Node:
             variables[DATA_ROOT] = DATA
         if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
             variables[KEYS_VARIABLE] = KEYS
-        if self.several and self.number == 0:
-            variables[NODE_HOST] = (
-                f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
-            )
-        elif self.several:
+        if self.several:
+            variables[NODE_HOST] = self._own_address("")
+        if self.number:
             variables[HOST_VARIABLE] = f"${{{HOST_VARIABLE}:?set it to the name or address of node 0}}"
-            variables[NODE_HOST] = f"${{{NODE_HOST}:-}}"
         return variables
 
     def _text(self, what: str, tree: dict[str, Any]) -> str:

@@ -243,6 +243,15 @@ def test_two_nodes_have_a_file_each_and_every_container_the_keys_of_its_role(tmp
     assert "depends_on" in nodes[1]["inference-a"] and "orchestrator" not in nodes[1]["inference-a"]["depends_on"]
 
 
+def test_a_gateway_on_another_node_is_dialled_there_and_has_its_keys_and_engine(tmp_path: Path) -> None:
+    deploy(TWO_NODES, "compose", tmp_path, ["envgateway.node=1"])
+    assert "envgateway" not in services_of(tmp_path, "node0.compose.yaml")
+    gateway = services_of(tmp_path, "node1.compose.yaml")["envgateway"]
+    assert gateway["environment"]["NODE_HOST"].startswith("${NODE_HOST:?")
+    assert gateway["healthcheck"]["test"][-1] == gateway["environment"]["NODE_HOST"] + ":50080"
+    assert any(volume.endswith("}/envgateway:/keys:ro") for volume in gateway["volumes"])
+
+
 def test_other_nodes_do_not_see_starting_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies\.NAME\.model\.path"):
         deploy(QUICKSTART, "compose", tmp_path, ["inference.a.node=1"])
