@@ -60,9 +60,10 @@ run: $(RUNTIME) ## run RECIPE=recipes/...
 # More workers than cores: tests wait for processes and deadlines more than they compute. Slow tests of one file share
 # runs, so they stay on one worker, and files with many of them come first.
 test: $(STAMP) ## set up and run every test
+	@# The = keeps pytest from taking the file, once it is there, for the place of the tests.
 	@rm -f $(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to $(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadfile --not-exercised-to $(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to=$(UNEXERCISED)
+	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadfile --not-exercised-to=$(UNEXERCISED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds

@@ -193,7 +193,7 @@ class TrainStep:
         sums: Sums,
         fresh_version: int | None,
     ) -> torch.Tensor:
-        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []"""
+        """Gradients of the minibatch; with early_stop_ratio the sum of policy / behaviour over this rank's trained tokens. []"""
         context: _Context | None = None
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
@@ -204,8 +204,9 @@ class TrainStep:
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
                 context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
-            gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
-            ratios += gap.exp().sum(dtype=torch.float64)
+            if self.config.early_stop_ratio is not None:
+                gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
+                ratios += gap.exp().sum(dtype=torch.float64)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
