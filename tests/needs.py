@@ -141,7 +141,7 @@ NEEDS = {
     for need in (
         Need("alfworld", _package("alfworld", "textworld", "fast_downward"), _ENVS),
         Need("textworld", _package("textworld"), _ENVS),
-        Need("spacy", _package("spacy"), ".venv/bin/pip install 'millrace[webshop]'"),
+        Need("spacy", _package("spacy"), _ENVS),
         Need("flash_attn", _package("flash_attn"), ".venv/bin/pip install flash-attn", on_ci=False),
         Need("varlen attention", _package("torch.nn.attention.varlen"), "a newer torch", on_ci=False),
         Need("no flash_attn", lambda: None if _package("flash_attn")() else "flash_attn is installed", "remove it"),
