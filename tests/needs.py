@@ -1,8 +1,8 @@
-"""What some tests need beyond what `make install` brings: each need has one probe, asked once, and a way to get it.
+"""The needs of tests beyond `make install`: each has one probe, which runs once, and a command that meets it.
 
 A test says ``@pytest.mark.needs("redis-server")``; a fixture calls ``needs.check("data root")``. Where the need is not
 met the test is skipped, and the line at the end of the run counts it. MILLRACE_REQUIRE turns skips into failures:
-names separated by commas, ``ci`` for what a machine of CI can be given, ``all`` for everything.
+names separated by commas, ``ci`` for the needs that a CI machine can meet, ``all`` for every need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBE_S = 20.0
 
 @dataclass(frozen=True)
 class Need:
-    """``missing`` gives the reason why it is not met, or nothing. ``add`` is a command, or what else brings it.
+    """``missing`` gives the reason why it is not met, or nothing. ``add`` is the command or the change that meets it.
 
     ``on_ci``: Debian as root with namespaces and without a GPU can be given it.
     """

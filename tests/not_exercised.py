@@ -1,4 +1,4 @@
-"""The pytest plugin of needs: it checks them before each test and says at the end, in one line, what was not exercised.
+"""A pytest plugin that checks the needs of each test, and prints in one line at the end which tests were not exercised.
 
 ``python -m tests.not_exercised FILE`` prints the line of several runs, which wrote to FILE by ``--not-exercised-to``.
 """
@@ -18,12 +18,12 @@ import pytest
 from tests import needs
 
 _PROPERTY = "unmet need"
-Counts = Mapping[tuple[str, str], int]  # of tests, by a need's name and what adds it
+Counts = Mapping[tuple[str, str], int]  # number of tests by need and command
 APART = "Apart from `make test`: make test-recipes, make test-sglang, make test-gpu."
 
 
 def line(counts: Counts) -> str:
-    """What was not exercised, the most tests first, each with what adds it."""
+    """The line of tests that were not exercised, by need and command, most tests first."""
     if not counts:
         return "not exercised: nothing; every need of the tests was met."
     by_command: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Which run a launch of a recipe goes on with: ``--resume auto``, and ``run.resume: auto`` in the recipe.
+"""Chooses the run that a launch resumes: ``--resume auto``, and ``run.resume: auto`` in the recipe.
 
 The newest run in ``run.dir`` that has the recipe's name and settings and has not ended; else a new one. A run keeps the recipe
 that it began with, so one whose settings differ is another run, and is left alone. Reads directories, changes nothing.
@@ -21,7 +21,7 @@ from services.common.redaction import without_passwords
 
 AUTO = "auto"
 _TOLD = 5  # runs that are left alone, in the line that says so
-# What a run is called, where it lies and what is said of it; none changes what it does.
+# Name, place and description of a run: they do not change its behaviour.
 _NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description")
 
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use: those it is confined to, or what its container gives it of them."""
+"""Number of cores that this process may use: its CPU affinity, limited by the quota of its control group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # such as "200000 100000": two cores' w
 
 
 def num_cores(quota: Path = _QUOTA) -> float:
-    """A whole number unless the container's share is none."""
+    """Cores; a fraction where the quota of the control group is one."""
     cores = len(os.sched_getaffinity(0))
     try:
         time, period = quota.read_text().split()

@@ -1,6 +1,6 @@
-"""What built-in workflows and rewards read of a dataset row.
+"""Reads the prompt and the reference answer of a dataset row, for the built-in workflows and rewards.
 
-Looked at when a dataset is opened, so that a row that cannot be used is left out, and again when the row is played.
+Used when a dataset is opened, to leave out rows without them, and again when the row is played.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the environment gateway answers, told to replicas; and whether the one of another node has joined.
+"""Membership of the environment gateway: tells replicas its address, and holds tasks back while it is away.
 
-On node 0 its address is the recipe's, and nothing waits for it. On another node it says itself where it is, and nothing is
-issued while it is away: what replicas began without it could only fail. Knows nothing about grpc.
+On node 0 the address is the recipe's, and nothing waits for it. A gateway on another node tells its own address; while it
+is away no task is issued, because rollouts without a gateway fail. Knows nothing about grpc.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GatewaySide:
     def join(self, place: str) -> int:
         """A gateway's stream begins; returns its number, for ``left``.
 
-        Raises ``InvalidRequestError`` for a run without a gateway, and for an address that nobody could dial.
+        Raises ``InvalidRequestError`` for a run without a gateway, and for an address that cannot be dialled.
         """
         if self._config is None:
             raise InvalidRequestError("this run has no environment gateway (envgateway: null)")

@@ -22,7 +22,7 @@ class RawRows(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call the dataset."""
+        """The dataset's name in error messages."""
         ...
 
     def __len__(self) -> int: ...

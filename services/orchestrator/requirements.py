@@ -1,6 +1,7 @@
-"""What a recipe needs of every dataset row, as far as that is known before a row is played.
+"""Checks dataset rows against the built-in workflows and rewards of a recipe, before a row is played.
 
-Knows the built-in workflows that read a prompt and the rewards ``math`` and ``code``; those of users read what they like.
+Covers the workflows that read a prompt and the rewards ``math`` and ``code``. Workflows and rewards of users may read any
+field, so their rows are not checked.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ _WITH_PROMPT = ("single_turn", "tool_use", "tool_math", "actor_verifier", "codeg
 
 
 def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], str], None]:
-    """Raises ``DatasetError`` for a row that the section's workflow or its reward cannot use.
-
-    Of built-in ones only: what those of users read is not known before a row is played.
-    """
+    """A check of one row; it raises ``DatasetError`` for a row that the section's workflow or its reward cannot use."""
     workflow = recipe.workflow if section == TRAIN else recipe.evaluation.workflow or recipe.workflow
     field, reward = workflow.settings.get("prompt_field"), workflow.settings.get("reward")
 

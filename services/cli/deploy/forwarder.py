@@ -1,9 +1,9 @@
-"""``python -m services.cli.deploy.forwarder PORT``: connections from this machine to a port of the pod's loopback.
+"""Forwards connections from this machine to a port of the pod's loopback: ``python -m services.cli.deploy.forwarder PORT``.
 
 Without keys services bind loopback, and a published port arrives at the pod's other address. This process listens there,
 at the same port, and passes bytes on. It takes connections from the gateway of the pod's network, which is where the
-engine has those of the host come from, and from the pod itself; other machines and other containers are hung up on
-(ADR 19). It knows nothing about what is said.
+engine has those of the host come from, and from the pod itself; it refuses other machines and other containers
+(ADR 19). It does not read the bytes.
 """
 
 from __future__ import annotations
