@@ -138,7 +138,8 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
     open_sections = [section for section in sections if section["port"] == 0]
     hosts = sorted({LOOPBACK, *(section["host"] for section in sections if "host" in section)})
-    for section, port in zip(open_sections, free_ports(len(open_sections), hosts), strict=True):
+    named = {port for _, port in recipe.ports()}  # of processes that are not listening yet
+    for section, port in zip(open_sections, free_ports(len(open_sections), hosts, named), strict=True):
         section["port"] = port
     return Recipe.model_validate(tree)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -19,9 +19,12 @@ _WIDTH = 10_000  # ports below it that are looked at
 _STRIDE = 37  # between the places of two processes with neighbouring ids
 
 
-def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
-    """Different ports that nobody listens on at any of these addresses of this machine; ``OSError`` when there are not as
-    many."""
+def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,), avoid: Collection[int] = ()) -> list[int]:
+    """Different ports without a listener at any of these addresses of this machine, and not in ``avoid``.
+
+    Raises:
+        OSError: there are not as many.
+    """
     end = _begin_of_ephemeral()
     begin = max(1024, end - _WIDTH)
     found: list[int] = []
@@ -31,9 +34,9 @@ def free_ports(count: int, hosts: Sequence[str] = (LOOPBACK,)) -> list[int]:
             if len(found) == count:
                 return found
             port = begin + (os.getpid() * _STRIDE + step) % width
-            if all(is_free(port, host) for host in hosts):
+            if port not in avoid and all(is_free(port, host) for host in hosts):
                 found.append(port)
-    return _of_the_kernel(count)
+    return [port for port in _of_the_kernel(count + len(avoid)) if port not in avoid][:count]
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:

@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from services.cli.start import find
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.free_ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -250,6 +252,21 @@ def test_free_ports_are_those_of_the_addresses_where_services_listen() -> None:
     free = with_free_ports(Recipe.model_validate(tree))
     assert free.orchestrator.port and free.inference["b"].port
     assert free.inference["a"].port == 0, "node 1 finds one for itself"
+
+
+def test_a_free_port_is_never_one_that_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = two_nodes().model_dump(mode="json")
+    tree["inference"]["b"]["port"] = 0
+    recipe = Recipe.model_validate(tree)
+    asked: list[set[int]] = []
+
+    def chosen(count: int, hosts: Sequence[str], avoid: Collection[int]) -> list[int]:
+        asked.append(set(avoid))
+        return free_ports(count, hosts, avoid)
+
+    monkeypatch.setattr("services.cli.plan.free_ports", chosen)
+    assert with_free_ports(recipe).inference["b"].port
+    assert asked[0] >= {policy.trainer.rendezvous_port for policy in recipe.policies.values()}
 
 
 @pytest.mark.needs("alfworld")

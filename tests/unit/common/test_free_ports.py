@@ -27,6 +27,20 @@ def test_a_port_in_use_is_passed_over() -> None:
         assert first not in free_ports(5)
 
 
+def test_ports_to_avoid_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = free_ports(2)
+    assert not {first, second} & set(free_ports(5, avoid={first, second}))
+    of_the_kernel = module._of_the_kernel
+
+    def chosen(count: int) -> list[int]:
+        return [first, *of_the_kernel(count - 1)]
+
+    monkeypatch.setattr(module, "_WIDTH", 0)
+    monkeypatch.setattr(module, "_of_the_kernel", chosen)
+    ports = free_ports(3, avoid={first})
+    assert len(ports) == 3 and first not in ports
+
+
 def test_where_nothing_lies_below_the_kernels_range_it_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "range").write_text("1024\t65535\n")
     monkeypatch.setattr(module, "_RANGE", tmp_path / "range")
