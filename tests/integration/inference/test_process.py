@@ -17,7 +17,7 @@ from services.common.pb import status_pb2, status_pb2_grpc
 from tests.integration.inference.peers import FakeOrchestrator, indices_of, scripted_recipe, until
 from tests.unit.inference.fakes import make_order
 
-END_S = 20.0
+END_S = 60.0
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
