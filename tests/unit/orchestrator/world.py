@@ -84,9 +84,10 @@ class World:
             "envgateway": self.envgateway,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
+        recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves nothing open
         self.journal = Journal(self.run_dir / "journal")
         self.ring = Ring(
-            validate(tree, source="test"),
+            recipe,
             self.run_dir,
             self.journal,
             training_source=UsableRows(ListRows([{"n": i} for i in range(10)], "train"), None),
