@@ -99,7 +99,7 @@ class Experience:
                     batch_size=batch.fresh_size,
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
-                    counts_unfinished=batch.late == "drop",
+                    counts_unfinished=batch.late in ("mask", "drop"),
                 )
                 for name, batch in policies.items()
             },
