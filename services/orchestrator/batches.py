@@ -219,7 +219,7 @@ def read_fresh_groups(
         AdvantageGroup(
             task_group_id=task_group_id, policy=policy, role=role, attempt=attempt,
             members=tuple(Member(sequence_id=e.sequence_id, sequence=sequences[e.sequence_id]) for e in entries),
-            mean=entries[0].group_mean, std=entries[0].group_std,
+            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size, group_by=group_by,
         )
         for (task_group_id, _, role, attempt), entries in found.items()
         if task_group_id not in lost

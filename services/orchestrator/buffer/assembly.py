@@ -37,7 +37,7 @@ def assemble(
                 position=positions[minibatch],
                 group_mean=group.mean,
                 group_std=group.std,
-                group_size=group.size,
+                group_size=group.num_compared,
                 staleness=0 if oldest is None else training_step - 1 - oldest,
                 num_tokens=tokens,
                 reward=float(member.sequence.reward),

@@ -54,7 +54,7 @@ class BatchEntry:
     position: int  # order inside the minibatch
     group_mean: float
     group_std: float
-    group_size: int
+    group_size: int  # rewards in these statistics
     staleness: int
     num_tokens: int
     reward: float | None = None  # what is trained on; None: as it is in the trajectory
@@ -160,7 +160,7 @@ class Verdict:
     num_kept: int  # that went into the buffer
     mean: float
     std: float
-    outcome: str  # kept, equal_rewards, resampled_away, surplus or expired
+    outcome: str  # kept, equal_rewards, resampled_away, masked, surplus or expired
 
 
 def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
