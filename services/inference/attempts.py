@@ -75,7 +75,9 @@ class Attempts:
         except TimeoutError:
             if not limit.expired():
                 raise
-            late = f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
+            late = (
+                f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
+            )
             if clock.only_policy_was_waited_for and all(p.engine.health().ok for p in self._policies.values()):
                 raise RolloutTimeoutError(late) from None
             waits = ", ".join(sorted(clock.cut_short)) or "nothing"

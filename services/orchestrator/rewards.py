@@ -57,7 +57,7 @@ class RewardTransform:
 class RewardRules:
     """What the recipe says of rewards. By policy where it is of one; a policy that is not named has the defaults."""
 
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     transforms: Mapping[str, RewardTransform] = field(default_factory=lambda: MappingProxyType({}))
     group_by: Mapping[str, GroupBy] = field(default_factory=lambda: MappingProxyType({}))
 

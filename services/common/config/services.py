@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from services.common.config.base import Section
 from services.common.config.sglang import SglangConfig
 
-
 OutcomeRule = Literal["penalise", "mask", "as_scored"]  # what a rollout is that was not played to its end
 
 

@@ -20,6 +20,7 @@ from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
 from services.inference.workflows.prompts import PromptSettings
 
+
 class AgentEnvSettings(PromptSettings):
     environment: str = "textworld"
     """The gateway's environment, such as `alfworld`, `webshop` or `textworld`."""
