@@ -14,7 +14,7 @@ from tests.unit.recipes.reference.names import (
     WEBSHOP,
 )
 from tests.unit.recipes.reference.table import CODE as IN_CODE
-from tests.unit.recipes.reference.table import absent, departs, rows, same
+from tests.unit.recipes.reference.table import absent, departs, rows
 
 BEHAVIOUR_ROWS = rows(
     IN_CODE, M2PO | RSTAR2,
@@ -30,7 +30,6 @@ BEHAVIOUR_ROWS = rows(
         "groups of equal rewards", "dropped by a later filter although `filter_function` is left out", "policies.*.batch.dynamic_sampling",
         False, "off means off: the variants are compared with the filtered ones", of=UNFILTERED,
     ),
-    same("clip of transformed rewards", 20.0, "policies.*.algorithm.reward_clip", of=M2PO),
     departs(
         "last evaluation", "at the last multiple of its steps", "evaluation.at_end", True,
         "the last version is the one that is kept",
