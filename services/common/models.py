@@ -94,6 +94,24 @@ def check_model_matches(
             raise ModelMismatchError(f"architecture does not match {where}: {'; '.join(differences)}")
 
 
+def check_same_vocabulary(own: Any, other: Any, where: str) -> None:
+    """``ModelMismatchError`` unless two tokenizers give every token the same id; ``where`` names the other's model."""
+    mine, theirs = own.get_vocab(), other.get_vocab()
+    if mine == theirs:
+        return
+    differing = sorted(
+        (token for token in mine.keys() | theirs.keys() if mine.get(token) != theirs.get(token)),
+        key=lambda token: (mine.get(token, len(mine)), token),
+    )
+    examples = ", ".join(
+        f"{t!r} is {mine.get(t, 'missing')} here and {theirs.get(t, 'missing')} there" for t in differing[:3]
+    )
+    raise ModelMismatchError(
+        f"vocabulary does not match {where}: {len(mine)} tokens here, {len(theirs)} there, {len(differing)} differ ({examples}); "
+        "use models that share one tokenizer"
+    )
+
+
 def check_weights_match(expected: Mapping[str, Any], found: Mapping[str, Any], where: str = "the update") -> None:
     """``ModelMismatchError`` unless ``found`` has exactly the names of ``expected``, each with the same shape."""
     missing = [name for name in expected if name not in found]

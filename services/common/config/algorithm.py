@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from services.common.config.credit import CreditConfig
 
 LossName = Literal[
     "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "sapo", "cispo", "reinforce"
 ]  # fmt: skip
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 M2poScope = Literal["minibatch", "micro_batch"]
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(CreditConfig):
     """What a training step minimises.
 
     >>> AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28).upper_clip
@@ -57,14 +58,8 @@ class AlgorithmConfig(BaseModel):
     sapo_tau_negative: float = Field(default=1.05, gt=0.0)
     """SAPO: the same for the other advantages; larger than for positive ones, as what they push up is less certain."""
 
-    advantage: AdvantageName = "grpo"
-    """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
-
     advantage_eps: float = Field(default=1e-5, ge=0.0)
     """Added to the group's standard deviation in `grpo`."""
-
-    batch_normalize_advantages: bool = False
-    """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
 
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference model in the loss; above 0 the trainer loads a reference model."""
