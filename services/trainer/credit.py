@@ -20,10 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.types import MinibatchTotals
 from services.trainer.algorithms.advantages import Moments
+from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.algorithms.distillation import distillation_advantages
 from services.trainer.algorithms.gae import at_last_token, discounted_sums, gae
 from services.trainer.algorithms.kl import kl_per_token
+from services.trainer.algorithms.value_loss import value_loss
 from services.trainer.metrics import Sums
 from services.trainer.micro_batches import MicroTensors, forward, forward_with_values
 from services.trainer.model import PolicyModel
@@ -85,6 +88,24 @@ def with_teacher(batch: MicroTensors, logprobs: torch.Tensor, config: AlgorithmC
         clamp=config.log_ratio_clamp,
     )
     return replace(batch, advantages=advantages)
+
+
+def value_loss_share(
+    batch: MicroTensors, values: torch.Tensor, totals: MinibatchTotals, config: AlgorithmConfig, sums: Sums
+) -> torch.Tensor:
+    """This micro-batch's share of the weighted value loss of the minibatch. []
+
+    Over all trained tokens, those that a policy loss leaves out too: a token that says nothing about the policy still has
+    a return. ``values`` are those of the weights as they are now, with the gradient.
+    """
+    head = config.value_head
+    assert head is not None and batch.old_values is not None and batch.returns is not None
+    per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
+    everything = torch.ones_like(clipped)
+    loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, config)
+    sums.add("value_loss", loss)
+    sums.add("value_clipped_tokens", clipped.sum())
+    return head.coefficient * loss
 
 
 def _credited(

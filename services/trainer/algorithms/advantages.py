@@ -9,6 +9,9 @@
     pass_at_k, max_rl                           of right and wrong, in files of their own
 
 With ``deviation: batch`` grpo divides by the deviation of all rewards of the global batch instead (arXiv 2508.08221).
+A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
+mean of .10000000000000002, which a division by their std would turn into -.8.
+
 mean and std (N - 1; 1 for a singleton) were stamped over the *whole* advantage group when it completed, because
 minibatches and ranks may cut groups. They are of raw rewards; mean' and std' follow from bias and scale, exactly
 unless the clip binds inside the group. Every trained token of a sequence gets the sequence's advantage (outcome
@@ -32,6 +35,8 @@ from services.trainer.algorithms.pass_at_k import pass_at_k_advantages
 
 Floats = npt.NDArray[np.float64]
 
+EQUAL = 1e-12  # deviation of a group, relative to its mean, that is rounding
+
 
 def transform_rewards(rewards: Floats, config: AlgorithmConfig) -> Floats:
     """clip((R + bias) * scale). [num_sequences]"""
@@ -51,13 +56,14 @@ def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfi
     rewards = transform_rewards(raw, config)
     if config.advantage in ("reinforce", "gae"):
         return rewards
+    deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
     centred = rewards - transform_rewards(means, config)
+    centred[deviations <= EQUAL * np.abs(means)] = 0.0
     if config.advantage == "dr_grpo" or config.deviation == "batch":
         return centred
     if config.advantage == "rloo":
         return centred * size / np.maximum(size - 1.0, 1.0)
-    std = np.array([s.group_std for s in sequences], dtype=np.float64) * config.reward_scale
-    return centred / (std + config.advantage_eps)
+    return centred / (deviations * config.reward_scale + config.advantage_eps)
 
 
 @dataclass(frozen=True, slots=True)
