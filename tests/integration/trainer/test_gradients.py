@@ -15,6 +15,7 @@ from services.trainer.algorithms.base import TokenBatch
 from services.trainer.sharding import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
+    GAE,
     NUM_SEQUENCES,
     PRECISIONS,
     TWO_RANK_MAX_TOKENS,
@@ -153,6 +154,29 @@ def test_what_waits_on_the_host_trains_the_same_bits(two_ranks: Callable[[str], 
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["value_head", "value_head_offloaded"])
+def test_a_value_head_on_two_ranks_is_trained_as_on_one(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
+    expected, _ = trained_weights(Ranks.single(), **PRECISIONS["value_head"])
+    found = two_ranks(f"precision_{kind}")
+    assert found.keys() == expected.keys() and {"value_head.weight", "value_head.bias"} <= found.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+    assert np.abs(found["value_head.weight"]).max() > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
+def test_a_value_head_stays_in_float32_where_the_model_does_not(
+    kind: str, two_ranks: Callable[[str], Gradients]
+) -> None:
+    found = two_ranks(f"precision_value_head_{kind}")["value_head.weight"]
+    exact, _ = trained_weights(Ranks.single(), dtype=torch.float32, credit=GAE)
+    assert np.abs(found - exact["value_head.weight"]).max() < 0.25 * np.abs(exact["value_head.weight"]).max()
+    rounded = torch.tensor(found).to(torch.bfloat16).double().numpy()
+    assert not np.array_equal(found, rounded), "its updates are smaller than what bfloat16 can hold"
 
 
 @pytest.mark.slow
