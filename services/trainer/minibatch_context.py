@@ -16,7 +16,7 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.losses import M2po, M2poMask
 from services.common.types import MinibatchTotals
 from services.trainer.algorithms import Algorithm
-from services.trainer.algorithms.base import TrustRegion, log_ratio
+from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio
 from services.trainer.algorithms.m2po import binding_second_moments, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
 from services.trainer.micro_batches import MicroTensors
@@ -32,6 +32,21 @@ class MinibatchContext:
     totals: MinibatchTotals  # the denominators
     masks: Seq[torch.Tensor]  # the tokens that the loss sees, one [num_targets] bool per micro-batch
     region: TrustRegion | None = None
+
+    def tokens(
+        self, index: int, batch: MicroTensors, logprobs: torch.Tensor, proximal: torch.Tensor | None
+    ) -> TokenBatch:
+        """What the loss gets of the micro-batch ``index``."""
+        return TokenBatch(
+            logprobs=logprobs,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            mask=self.masks[index],
+            sequence_index=batch.sequence_index,
+            num_sequences=batch.num_sequences,
+            proximal=proximal,
+            trust_region=self.region,
+        )
 
 
 def minibatch_context(

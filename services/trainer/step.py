@@ -236,16 +236,8 @@ class TrainStep:
                 ratios += gap.exp().sum(dtype=torch.float64)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
-            tokens = TokenBatch(
-                logprobs=logprobs,
-                behaviour=micro_batch.behaviour,
-                advantages=micro_batch.advantages,
-                mask=context.masks[index],
-                sequence_index=micro_batch.sequence_index,
-                num_sequences=micro_batch.num_sequences,
-                proximal=own_proximal if self._algorithm.needs_proximal else None,
-                trust_region=context.region,
-            )
+            given = own_proximal if self._algorithm.needs_proximal else None
+            tokens = context.tokens(index, micro_batch, logprobs, given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from services.common.config.credit import CreditConfig
 
-LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
+LossAggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -48,10 +48,12 @@ class AlgorithmConfig(CreditConfig):
     """Weight of the entropy bonus."""
 
     loss_aggregation: LossAggregation = "token_mean"
-    """How per-token losses become one number: over all tokens, first within a sequence, or by a constant length."""
+    """How per-token losses become one number: over all tokens, first within a sequence, by sequences times a constant, or by
+    a constant alone."""
 
     constant_denominator: int | None = Field(default=None, gt=0)
-    """`loss_aggregation: constant` divides by (sequences of the minibatch * this), e.g. the longest response."""
+    """`loss_aggregation: constant` divides by (sequences of the minibatch * this), e.g. the longest response; 1 gives each sequence
+    the sum of its tokens. `sum` divides by this alone."""
 
     reward_bias: float = 0.0
     """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip)."""
@@ -72,10 +74,11 @@ class AlgorithmConfig(CreditConfig):
 
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:
-        if self.loss_aggregation == "constant" and self.constant_denominator is None:
+        by_constant = self.loss_aggregation in ("constant", "sum")
+        if by_constant and self.constant_denominator is None:
             raise ValueError(
-                "loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens"
+                f"loss_aggregation: {self.loss_aggregation} needs constant_denominator, e.g. the longest response in tokens"
             )
-        if self.loss_aggregation != "constant" and self.constant_denominator is not None:
-            raise ValueError("constant_denominator needs loss_aggregation: constant")
+        if not by_constant and self.constant_denominator is not None:
+            raise ValueError("constant_denominator needs loss_aggregation: constant or sum")
         return self

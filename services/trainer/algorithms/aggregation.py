@@ -3,6 +3,7 @@
     token_mean     sum over tokens / trained tokens of the minibatch
     sequence_mean  sum over sequences of their mean / sequences of the minibatch
     constant       sum over tokens / (sequences of the minibatch * constant_denominator)    (Dr. GRPO)
+    sum            sum over tokens / constant_denominator
 
 The result is this micro-batch's share: shares add up over micro-batches and ranks to the minibatch's loss. So the
 gradient does not depend on packing or on ranks, and a rank without tokens contributes an exact zero.
@@ -33,4 +34,5 @@ def aggregate(
         lengths = sequence_lengths(mask, sequence_index, num_sequences).clamp(min=1).to(values.dtype)
         return (values / lengths[sequence_index]).sum() / max(totals.num_sequences, 1)
     assert config.constant_denominator is not None
-    return values.sum() / (max(totals.num_sequences, 1) * config.constant_denominator)
+    per = max(totals.num_sequences, 1) if config.loss_aggregation == "constant" else 1
+    return values.sum() / (per * config.constant_denominator)
