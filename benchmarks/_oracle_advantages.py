@@ -29,7 +29,7 @@ EPS_UNDER_THE_ROOT = (
     "verl adds 1e-8 to the variance, here eps is added to the deviation: it shows where rewards hardly spread"
 )
 UNCAPPED = "AReaL's penalty goes on growing beyond max_tokens, here it ends at factor, as in DAPO's paper"
-STUDENT = "prime-rl masks tokens whose probability fell and adds (l - b)^2: of the loss dppo, not of distillation"
+STUDENT = "prime-rl drops tokens whose probability fell and adds (l - b)^2 to the loss, which is the policy loss's affair here"
 
 
 def stamped(case: Case) -> list[TrainingSequence]:
@@ -165,9 +165,13 @@ def overlong_penalty(case: Case) -> Answer:
 
 
 def distillation(case: Case) -> Answer:
-    student = "behaviour" if case.oracle == "rlinf" else "current"
-    teacher: dict[str, Any] = {"teacher": "the oracle's", "student": student}
-    return compared(case, run_loss(case, section(case, "reinforce", distillation=teacher)))
+    teacher: dict[str, Any] = {"teacher": "the oracle's"}
+    if case.oracle == "rlinf":
+        return compared(
+            case, run_loss(case, section(case, "reinforce", distillation={**teacher, "student": "behaviour"}))
+        )
+    answer = compared(case, run_loss(case, section(case, "cispo", distillation=teacher)))
+    return Answer(outputs=answer.outputs, by_design=STUDENT)
 
 
 ADAPTERS: dict[str, Adapter] = {
