@@ -77,7 +77,8 @@ class PolicyOptimizer:
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.parameters = [p for _, p in named]
         apart = {id(p): rate for prefix, rate in rates.items() for name, p in named if name.startswith(prefix)}
-        groups, self._scales = [], []  # per group: its share of the schedule's rate
+        groups: list[dict[str, Any]] = []
+        self._scales: list[float] = []  # per group: what its rate is times the schedule's
         for rate in (None, *dict.fromkeys(apart.values())):
             own = [p for p in self.parameters if apart.get(id(p)) == rate]
             # Norm weights and biases are vectors.
