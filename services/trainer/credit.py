@@ -112,6 +112,7 @@ def _credited(
     batch: MicroTensors, models: CreditModels, config: AlgorithmConfig, sums: Sums, temperature: float
 ) -> MicroTensors:
     index, dtype = batch.sequence_index, batch.advantages.dtype
+    sums.add("credited", batch.num_targets)
     rewards = at_last_token(batch.advantages.double(), index)
     if config.kl_reward_coefficient > 0.0:
         assert models.reference is not None

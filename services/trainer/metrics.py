@@ -119,9 +119,9 @@ def step_metrics(
 def _credit_metrics(total: Mapping[str, float], num_updates: int) -> dict[str, float]:
     """Of the value head and of the teacher, where there are any; values and returns are those of the step's start."""
     found: dict[str, float] = {}
-    count = total.get("trained_tokens", 0.0)
+    count = total.get("credited", 0.0)  # tokens of the whole batch, those of minibatches that were left out too
     if "distillation_kl" in total:
-        found["distillation_kl"] = _mean_of(total, "distillation_kl", "trained_tokens")
+        found["distillation_kl"] = _mean_of(total, "distillation_kl", "credited")
     if "value_error_squared" in total and count:
         found["value_mean"], found["return_mean"] = total["value"] / count, total["return"] / count
         unexplained = total["value_error_squared"] / count - (total["value_error"] / count) ** 2

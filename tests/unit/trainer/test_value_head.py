@@ -93,6 +93,15 @@ def test_the_values_of_all_minibatches_are_those_of_step_start() -> None:
         assert before[name] == pytest.approx(whole[name], rel=1e-5), name
 
 
+def test_a_step_that_stops_early_still_tells_of_all_its_returns() -> None:
+    batch = rank_batch(training_sequences(8, minibatches=2))
+    whole = train_step(gae()).run(batch).as_dict()
+    metrics = train_step(gae().model_copy(update={"early_stop_ratio": 1e-6})).run(batch).as_dict()
+    assert metrics["updates_applied"] == 0
+    for name in ("return_mean", "value_mean", "explained_variance"):
+        assert metrics[name] == whole[name], name
+
+
 def test_the_head_has_a_learning_rate_of_its_own_on_the_schedule_of_the_policy() -> None:
     schedule = OptimizerConfig(lr=1e-3, schedule="linear", total_updates=10, weight_decay=0.1)
     step = train_step(gae(value_head={"lr": 0.5}), optimizer=schedule)
