@@ -30,8 +30,8 @@ from services.trainer.algorithms.advantages import (
     Moments,
     normalize,
     over_batch_deviation,
+    reward_moments,
     sequence_advantages,
-    transform_rewards,
 )
 from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
@@ -132,9 +132,8 @@ class TrainStep:
         self._check_totals(batch)
         has_credit = needs_credit(self.config)  # then normalised per token
         if self.config.deviation == "batch":
-            rewards = transform_rewards(np.array([s.sequence.reward for s in batch.sequences]), self.config)
-            moments = self._everywhere(Moments.of(rewards, np.ones_like(rewards)))
-            advantages = over_batch_deviation(advantages, moments, self.config)
+            rewards = self._everywhere(reward_moments(batch.sequences, self.config))
+            advantages = over_batch_deviation(advantages, rewards, self.config)
         if self.config.batch_normalize_advantages and not has_credit:
             advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         sums.add("sequences", len(batch.sequences))

@@ -98,6 +98,12 @@ def normalize(advantages: Floats, moments: Moments, config: AlgorithmConfig) -> 
     return (advantages - moments.mean) / moments.divisor(config) if moments.count else advantages
 
 
+def reward_moments(sequences: Seq[TrainingSequence], config: AlgorithmConfig) -> Moments:
+    """Of the rewards R' of these sequences, one each: what ``over_batch_deviation`` needs, added up over ranks."""
+    rewards = transform_rewards(np.array([s.sequence.reward for s in sequences], dtype=np.float64), config)
+    return Moments.of(rewards, np.ones_like(rewards))
+
+
 def over_batch_deviation(centred: Floats, rewards: Moments, config: AlgorithmConfig) -> Floats:
     """R' - mean of the group, over the deviation (n - 1) of all rewards R' of the global batch. [num_sequences]"""
     return centred / (rewards.deviation("sample") + config.advantage_eps)

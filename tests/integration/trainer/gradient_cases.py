@@ -22,6 +22,7 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.process import run_and_leave
 from services.common.types import TrainingSequence
+from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
@@ -154,14 +155,14 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
     return capture.gradients
 
 
-def trained_weights(
+def trained_step(
     ranks: Ranks,
     dtype: torch.dtype = torch.float64,
     early_stop_ratio: float | None = None,
     credit: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
-) -> tuple[Gradients, dict[str, float]]:
-    """Weights and metrics after two steps of two minibatches with the real optimizer. ``settings`` of ``train_step``."""
+) -> tuple[TrainStep, dict[str, float]]:
+    """Two steps of two minibatches with the real optimizer, and the metrics of the last. ``settings`` of ``train_step``."""
     step = train_step(
         algorithm(
             name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0, **credit
@@ -175,16 +176,28 @@ def trained_weights(
     for seed in (0, 1):
         sequences = training_sequences(NUM_SEQUENCES, seed=seed, minibatches=2)
         metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
+    assert {p.dtype for p in step.model.causal_lm.parameters()} == {dtype}, "master weights keep their type"
+    assert metrics["tflops"] > 0, "the layers are found, sharded or not"
+    return step, metrics
+
+
+def whole_weights(step: TrainStep, ranks: Ranks) -> Gradients:
+    """Every weight, those of the value head too; on the first rank."""
     weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
     if step.model.value_head is not None:
         weights |= {f"{NAME}{n}": w for n, w in full_weights(step.model.value_head, ranks, torch.float64)}
-    assert {p.dtype for p in step.model.causal_lm.parameters()} == {dtype}, "master weights keep their type"
-    assert metrics["tflops"] > 0, "the layers are found, sharded or not"
+    return {n: w.numpy() for n, w in weights.items() if w is not None}
+
+
+def trained_weights(ranks: Ranks, **settings: Any) -> tuple[Gradients, dict[str, float]]:
+    """Weights and metrics of ``trained_step``."""
+    step, metrics = trained_step(ranks, **settings)
     skip = ("seconds", "tokens_per_second", "num_micro_batches", "memory_peak_gib", "tflops")
-    return (
-        {n: w.numpy() for n, w in weights.items() if w is not None},
-        {n: v for n, v in metrics.items() if n not in skip},
-    )
+    return whole_weights(step, ranks), {n: v for n, v in metrics.items() if n not in skip}
+
+
+def checkpoints_in(directory: Path, ranks: Ranks) -> Checkpoints:
+    return Checkpoints(directory, CheckpointIdentity(run_id="r", policy="actor"), 2, ranks)
 
 
 def run(out_dir: Path) -> None:
@@ -203,6 +216,8 @@ def run(out_dir: Path) -> None:
         found, _ = trained_weights(ranks, **{k: make() if callable(make) else make for k, make in settings.items()})
         if ranks.is_first:
             np.savez(out_dir / f"precision_{name}.npz", **found)  # type: ignore[arg-type]
+    step, _ = trained_step(ranks, **PRECISIONS["value_head"])
+    checkpoints_in(out_dir / "checkpoints", ranks).save(2, step.model, step.optimizer)
     leave_ranks()
 
 

@@ -12,6 +12,7 @@ from services.trainer.algorithms.advantages import (
     Moments,
     normalize,
     over_batch_deviation,
+    reward_moments,
     sequence_advantages,
     transform_rewards,
 )
@@ -114,9 +115,7 @@ def test_with_batch_deviation_a_reward_is_centred_in_its_group_and_scaled_by_the
     sequences = group([1.0, 0.0, 0.0, 0.0]) + group([3.0, 2.5, 3.5])
     rewards = 2.0 * np.array([s.sequence.reward for s in sequences])
     means = np.repeat([rewards[:4].mean(), rewards[4:].mean()], [4, 3])
-    found = over_batch_deviation(
-        sequence_advantages(sequences, config), Moments.of(rewards, np.ones_like(rewards)), config
-    )
+    found = over_batch_deviation(sequence_advantages(sequences, config), reward_moments(sequences, config), config)
     assert found.tolist() == pytest.approx(((rewards - means) / (rewards.std(ddof=1) + 1e-5)).tolist())
 
 
