@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from services.common.config.data import EvaluationConfig
+from services.common.seeds import derived_seed
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.orders import GroupNames, sampling_of, seed_of
+from services.orchestrator.orders import GroupNames, sampling_of
 from services.orchestrator.scores import DatasetScore, overall, score
 
 
@@ -190,8 +191,9 @@ class Evaluations:
             purpose=Purpose.EVALUATION,
             sampling=current.sampling,
             required_versions=dict(current.required()),
-            # Not the pass's name: every evaluation draws the same way, so that two versions are compared fairly.
-            seed=seed_of(self._seed, f"evaluation/{current.sampling_name}", row),
+            # By dataset and row alone, so that all passes draw common random numbers: versions, and ways of sampling,
+            # are compared by the differences of their items (paired.py).
+            seed=derived_seed(self._seed, "evaluation", dataset, place),
             timeout_s=self._timeout_s,
             policies=current.policies,
         )

@@ -70,9 +70,12 @@ class Experience:
         counters: Counter[str],
         on_closed: Callable[[str, str], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
+        seed: int = 0,
     ) -> None:
-        """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
+        """``on_closed`` is told (task group, reason) when nothing more will come of a training group. ``seed``: of the
+        run."""
         self._policies = policies
+        self._seed = seed
         self._counters = counters
         self._on_closed = on_closed
         self.buffers = {
@@ -86,7 +89,7 @@ class Experience:
             },
             admit,
         )
-        self.replay = {name: ReplayStore(name, batch.replay) for name, batch in policies.items()}
+        self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
         self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
         self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
@@ -127,14 +130,15 @@ class Experience:
         return self._completed(group) if group.complete else []
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
-        verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
+        found = advantage_groups(group, self._group_by)
+        verdicts = [self._take_in(advantage_group, group.order.seed) for advantage_group in found]
         if not self._buffered[group.id]:
             del self._buffered[group.id]
             self._on_closed(group.id, "nothing to train")
         return verdicts
 
-    def _take_in(self, group: AdvantageGroup) -> Verdict:
-        outcome, kept = self._judge(group)
+    def _take_in(self, group: AdvantageGroup, seed: int) -> Verdict:
+        outcome, kept = self._judge(group, seed)
         return Verdict(
             policy=group.policy,
             role=group.role,
@@ -146,8 +150,9 @@ class Experience:
             outcome=outcome,
         )
 
-    def _judge(self, group: AdvantageGroup) -> tuple[str, AdvantageGroup | None]:
-        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it."""
+    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[str, AdvantageGroup | None]:
+        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it. ``seed``: of its
+        task group."""
         policy = group.policy
         config = self._policies[policy]
         _, dropped = dynamic_sampling([group], config.dynamic_sampling)
@@ -157,7 +162,7 @@ class Experience:
             self._drop(group, "sequences_filtered_equal_rewards")
             return "equal_rewards", None
         if config.resample is not None:
-            kept = resample_group(group, config.resample)
+            kept = resample_group(group, config.resample, seed)
             left_out = group.size - (kept.size if kept else 0)
             self.admission.returned(policy, left_out)
             self._counters["sequences_resampled_away"] += left_out
@@ -217,7 +222,7 @@ class Experience:
     def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
         """What an earlier process trained for the first time in the steps from ``first_step`` on, lived through again."""
         version = self.replay[policy].version
-        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay)
+        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay, self._seed)
         for training_step, groups in enumerate(fresh, start=first_step):
             if training_step <= version:
                 self.replay[policy].trained(groups, training_step)

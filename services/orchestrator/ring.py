@@ -82,7 +82,9 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
-        self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit)
+        self.experience = Experience(
+            batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit, seed=recipe.run.seed
+        )
         self.batches = {
             name: Batches(
                 name, config, self.experience, journal, lambda: JournalReader(journal.directory), self._may_begin

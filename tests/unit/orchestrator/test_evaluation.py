@@ -255,3 +255,31 @@ async def test_the_trajectories_in_flight_are_counted_by_the_samples_of_each_dat
 def test_a_dataset_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
     with pytest.raises(ConfigError, match=r"max_in_flight 3 is below data.evaluation.small.samples_per_task 4"):
         worlds(evaluation={"max_in_flight": 3}, held_out={"small": {"samples_per_task": 4}})
+
+
+async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(worlds: Callable[..., World]) -> None:
+    """Common random numbers: not on the evaluation, the version, the samples, other datasets, or a restart."""
+
+    async def seeds(world: World, evaluation_id: str) -> dict[str, list[int]]:
+        await world.ring.begin_evaluation(evaluation_id)
+        replica = world.join(number=world.ring.ledgers["model0"].newest_number)
+        orders = await world.orders(replica)
+        await world.send(*(trajectory(o.task_group_id, i, version=0, reward=1.0) for o in orders for i in o.indices))
+        found: dict[str, list[int]] = {}
+        for row in world.ring.evaluations._rows:
+            found.setdefault(row[0], []).append(orders.pop(0).seed)
+        assert not orders
+        return found
+
+    world = worlds(run={"steps": 9}, held_out={"one": {}, "two": {}})
+    await world.publish(0)
+    first = await seeds(world, "asked-1")
+    await world.publish(1)
+    assert await seeds(world, "asked-2") == first, "of another version"
+    await world.crash()
+    assert await seeds(world, "asked-3") == first, "after a restart"
+    assert len({seed for of_one in first.values() for seed in of_one}) == 6
+
+    other = worlds(run={"steps": 9}, held_out={"zero": {}, "two": {"samples_per_task": 2}})
+    await other.publish(0)
+    assert (await seeds(other, "asked"))["two"] == first["two"], "beside other datasets, with more samples"
