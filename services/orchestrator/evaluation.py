@@ -6,9 +6,12 @@ the journal; whoever plays the groups says where they are played (``evaluators``
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import orjson
 
 from services.common.config.data import EvaluationConfig
 from services.common.seeds import derived_seed
@@ -17,7 +20,16 @@ from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.orders import GroupNames, sampling_of
-from services.orchestrator.scores import DatasetScore, overall, score
+from services.orchestrator.scores import DatasetScore, compared, overall, overall_difference, score
+
+
+def kind_of(name: str) -> str:
+    """What a pass has in common with those of other versions: its way of sampling, and its policy where they play apart.
+
+    >>> kind_of("start/greedy/model0")
+    'greedy/model0'
+    """
+    return name.partition("/")[2]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +137,7 @@ class Evaluations:
         self._seed = seed
         self._on_result = on_result
         self._compositions = tuple(compositions)
+        self._digests = {name: _digest(source) for name, source in self._sources.items()}
         self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
         self.results: dict[str, EvaluationResult] = {}
 
@@ -192,7 +205,7 @@ class Evaluations:
             sampling=current.sampling,
             required_versions=dict(current.required()),
             # By dataset and row alone, so that all passes draw common random numbers: versions, and ways of sampling,
-            # are compared by the differences of their items (paired.py).
+            # are compared by the differences of their items (scores.py).
             seed=derived_seed(self._seed, "evaluation", dataset, place),
             timeout_s=self._timeout_s,
             policies=current.policies,
@@ -225,6 +238,7 @@ class Evaluations:
     def _result(self, current: EvaluationPass) -> EvaluationResult:
         scores = tuple(self._scores(current))
         pinned = bool(current.pinned)
+        base = next((other for other in self.results.values() if kind_of(other.name) == kind_of(current.name)), None)
         return EvaluationResult(
             name=current.name,
             versions=dict(current.versions if pinned else current.oldest or current.wanted),
@@ -233,7 +247,9 @@ class Evaluations:
             mean_reward=overall(scores),
             num_trajectories=current.num_trajectories,
             num_failed=current.num_failed,
-            datasets=scores,
+            datasets=compared(base.datasets, scores) if base is not None else scores,
+            compared_with=base.name if base is not None else "",
+            difference=overall_difference(base.datasets, scores) if base is not None else None,
             roles={role: total / count for role, (total, count) in sorted(current.roles.items())},
         )
 
@@ -246,6 +262,7 @@ class Evaluations:
                 [current.rewards[row] for row in rows],
                 [row in current.failed_rows for row in rows],
                 self._config.pass_reward,
+                self._digests[name],
             )
 
     def recover_result(self, result: EvaluationResult) -> None:
@@ -275,3 +292,11 @@ class Evaluations:
                 while current.has_left:
                     groups.append(self.draw(current))
         return groups
+
+
+def _digest(source: TaskSource) -> str:
+    """Of all rows, in order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for place in range(len(source)):
+        digest.update(orjson.dumps(source[place].data, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE))
+    return digest.hexdigest()
