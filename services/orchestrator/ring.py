@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
@@ -93,7 +94,7 @@ class Ring:
         }
         self.training_orders = TrainingOrders(
             training_source,
-            Curriculum(len(training_source), recipe.run.seed + recipe.data.train.seed, recipe.data.train.shuffle),
+            Curriculum(len(training_source), recipe.data.seed_of(TRAIN, recipe.run.seed), recipe.data.train.shuffle),
             self.names,
             group_size=recipe.rollout.group_size,
             sampling=sampling_of(recipe.sampling),
