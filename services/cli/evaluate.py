@@ -158,7 +158,9 @@ def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _change(difference: Mapping[str, float] | None) -> str:
-    return format_change(*(100 * difference[end] for end in ("value", "low", "high")), digits=1) if difference else ""
+    if difference is None:
+        return ""
+    return format_change(100 * difference["value"], 100 * difference["low"], 100 * difference["high"], digits=1)
 
 
 def failed_items(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -167,5 +167,5 @@ def t_quantile(freedom: float) -> float:
 def _integral_of_cosine(angle: float, power: float, num_steps: int = 100) -> float:
     """Of cos(x) ** power, from 0 to ``angle``."""
     step = angle / num_steps
-    inner = math.fsum((4 if i % 2 else 2) * math.cos(i * step) ** power for i in range(1, num_steps))
-    return (1.0 + inner + math.cos(angle) ** power) * step / 3
+    inner = math.fsum((4 if i % 2 else 2) * math.pow(math.cos(i * step), power) for i in range(1, num_steps))
+    return (1.0 + inner + math.pow(math.cos(angle), power)) * step / 3
