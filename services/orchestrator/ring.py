@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common import fates
 from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
@@ -88,7 +89,14 @@ class Ring:
         )
         self.batches = {
             name: Batches(
-                name, config, self.experience, journal, lambda: JournalReader(journal.directory), self._may_begin
+                name,
+                config,
+                self.experience,
+                journal,
+                lambda: JournalReader(journal.directory),
+                self._may_begin,
+                lambda groups: self.giving_up.cancel_too_old(groups),
+                clock,
             )
             for name, config in batch_configs.items()
         }
@@ -176,11 +184,11 @@ class Ring:
         self.evaluations.resolved(group, outcome)
         return []
 
-    def _closed(self, task_group_id: str, reason: str) -> None:
-        record = {"task_group_id": task_group_id, "reason": reason}
+    def _closed(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        record = {"task_group_id": task_group_id, "reason": reason.value}
         self.journal.submit(records.CLOSED, task_group_id, lambda: record)
 
-    def cancel_training_groups(self, reason: str) -> None:
+    def cancel_training_groups(self, reason: fates.ClosedReason) -> None:
         """Training is over: what still runs is not wanted."""
         for group in [g for g in self.groups.values() if g.is_training]:
             del self.groups[group.id]
@@ -196,7 +204,7 @@ class Ring:
         policy = version.policy
         if self.ledgers[policy].record(version):
             self.experience.advanced(policy, version.number)
-            self.batches[policy].newest_version = version.number
+            self.batches[policy].published(version.number)
             self.last_metrics[policy] = dict(metrics)
             if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()

@@ -1,67 +1,90 @@
-"""The ``algorithm`` section of a recipe: which loss, which advantages, how per-token losses become one number.
+"""What every loss has in common in the ``algorithm`` section of a recipe: advantages, KL, entropy, aggregation, rewards.
 
-Plain pydantic, no torch: a recipe is checked before anything heavy is imported. It knows nothing about tensors;
-``services.trainer.algorithms`` has one short file per loss.
+``services.common.config.losses`` has one class for each loss, with what that loss alone reads. Plain pydantic, no torch: a recipe is
+checked before anything heavy is imported. It knows nothing about tensors; ``services.trainer.algorithms`` has one short
+file per loss.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-LossName = Literal[
-    "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "sapo", "cispo", "reinforce"
-]  # fmt: skip
+from services.common.config.base import Section
+
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
-LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
-KlEstimator = Literal["k1", "k2", "k3"]
-M2poScope = Literal["minibatch", "micro_batch"]
+LossAggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
+KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
+RejectionLevel = Literal["token", "sequence"]
+RejectionCriterion = Literal["ratio", "k2", "k3", "k3_reverse"]
+RejectionReduce = Literal["sum", "mean", "max"]
+RejectionDenominator = Literal["all", "kept"]
 
 
-class AlgorithmConfig(BaseModel):
-    """What a training step minimises.
+class RejectionConfig(Section):
+    """A bound on how far the proximal policy may be from the behaviour policy on what is trained.
 
-    >>> AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28).upper_clip
-    0.28
+    >>> RejectionConfig(lower=0.5, upper=2.0).bounds[1] == math.log(2.0)
+    True
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    level: RejectionLevel = "token"
+    """Reject single tokens, or whole sequences."""
 
-    name: LossName = "m2po"
-    """The policy loss; `grpo` is `ppo_clip` under the name people look for."""
+    criterion: RejectionCriterion = "ratio"
+    """What is bounded, with x = proximal - behaviour: `ratio` exp(x), `k2` x^2 / 2, `k3` exp(x) - 1 - x, `k3_reverse`
+    exp(-x) - 1 + x."""
 
-    eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """PPO clip: a ratio below 1 - eps_clip earns no further gradient (also the upper bound unless eps_clip_higher)."""
+    reduce: RejectionReduce = "mean"
+    """With `level: sequence`: how the tokens of a sequence become one value; ratios in log space, so `sum` is their product
+    and `mean` their geometric mean."""
 
-    eps_clip_higher: float | None = Field(default=None, gt=0.0)
-    """Upper bound 1 + eps_clip_higher when it differs from eps_clip (DAPO: 0.28)."""
+    lower: float | None = Field(default=None, gt=0.0)
+    """Smallest ratio that is kept; of `criterion: ratio` alone."""
 
-    c_clip: float | None = Field(default=None, gt=1.0)
-    """Dual clip: tokens with a negative advantage cost at most c_clip * |advantage|. Off when null."""
+    upper: float | None = Field(default=None, gt=0.0)
+    """Largest value that is kept."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest value that is kept; of a ratio its logarithm."""
+        if self.criterion != "ratio":
+            return -math.inf, math.inf if self.upper is None else self.upper
+        low = -math.inf if self.lower is None else math.log(self.lower)
+        return low, math.inf if self.upper is None else math.log(self.upper)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RejectionConfig:
+        if self.criterion != "ratio" and self.lower is not None:
+            raise ValueError(f"lower is of criterion: ratio; {self.criterion} is 0 where the policies agree")
+        if self.lower is None and self.upper is None:
+            raise ValueError("write lower, upper or both: without a bound nothing is rejected")
+        if self.lower is not None and self.upper is not None and self.lower >= self.upper:
+            raise ValueError(f"lower ({self.lower}) must be below upper ({self.upper})")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """The settings that do not depend on the loss.
+
+    >>> AlgorithmConfig(kl_coefficient=0.001).needs_reference
+    True
+    """
+
+    name: str = ""
+    """The policy loss, or the import path `package.module:function` of one."""
 
     early_stop_ratio: float | None = Field(default=None, gt=1.0)
     """Leave out an optimizer update, and those that follow in its training step, when the mean ratio policy / behaviour over the
     minibatch's trained tokens is above this: then something is wrong with the data or the weights. Off when null."""
 
-    m2po_threshold: float = Field(default=0.01, gt=0.0)
-    """M2PO: largest allowed mean second moment of the log ratio over the tokens the trust region binds."""
-
-    m2po_scope: M2poScope = "minibatch"
-    """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
-    the gradient then depends on packing; for comparison only)."""
-
-    sapo_tau_positive: float = Field(default=1.0, gt=0.0)
-    """SAPO: how fast the gate closes around ratio 1 where the advantage is positive."""
-
-    sapo_tau_negative: float = Field(default=1.05, gt=0.0)
-    """SAPO: the same for the other advantages; larger than for positive ones, as what they push up is less certain."""
-
     advantage: AdvantageName = "grpo"
     """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
 
-    advantage_eps: float = Field(default=1e-5, ge=0.0)
-    """Added to the group's standard deviation in `grpo`."""
+    advantage_eps: float = Field(default=1e-5, gt=0.0)
+    """Added to the group's standard deviation in `grpo`. Above 0: a group of nearly equal rewards is not blown up."""
 
     batch_normalize_advantages: bool = False
     """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
@@ -76,14 +99,27 @@ class AlgorithmConfig(BaseModel):
     kl_estimator: KlEstimator = "k3"
     """In the loss: per-token estimator of KL(policy || reference). k1 is unbiased as a value, but its expected gradient is zero."""
 
+    kl_clamp: float | None = Field(default=None, gt=0.0)
+    """Largest magnitude of the estimate of one token in the loss (verl and AReaL: 10); beyond it no gradient flows. `k3` of one token
+    that the policy left grows like exp, and can take a whole update. Off when null."""
+
     entropy_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
 
     loss_aggregation: LossAggregation = "token_mean"
-    """How per-token losses become one number: over all tokens, first within a sequence, or by a constant length."""
+    """How per-token losses become one number: over all tokens, first within a sequence, by sequences times a constant, or by
+    a constant alone."""
 
     constant_denominator: int | None = Field(default=None, gt=0)
-    """`loss_aggregation: constant` divides by (sequences of the minibatch * this), e.g. the longest response."""
+    """`loss_aggregation: constant` divides by (sequences of the minibatch * this), e.g. the longest response; 1 gives each sequence
+    the sum of its tokens. `sum` divides by this alone."""
+
+    rejection: list[RejectionConfig] = []
+    """Leave out tokens or sequences on which the proximal and the behaviour policy are too far apart; all of several criteria must
+    hold. Composes with every loss; costs a forward pass where a step has several minibatches."""
+
+    rejection_denominator: RejectionDenominator = "all"
+    """Whether rejected tokens and sequences count in the denominators of the loss: `all` (AReaL) or only what is `kept` (verl)."""
 
     reward_bias: float = 0.0
     """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip)."""
@@ -94,10 +130,6 @@ class AlgorithmConfig(BaseModel):
     reward_clip: float = Field(default=20.0, gt=0.0)
     """See reward_bias."""
 
-    importance_cap: float = Field(default=5.0, gt=0.0)
-    """Largest weight proximal / behaviour: `tis` truncates there, `decoupled_ppo` and `m2po_mask` drop such tokens;
-    `cispo` truncates policy / behaviour there."""
-
     log_ratio_clamp: float = Field(default=20.0, gt=0.0)
     """Log ratios are clamped to this magnitude before exp, so no ratio overflows; beyond it no gradient flows."""
 
@@ -106,17 +138,13 @@ class AlgorithmConfig(BaseModel):
         """Whether the trainer holds a second model with the initial weights."""
         return self.kl_coefficient > 0.0 or self.kl_reward_coefficient > 0.0
 
-    @property
-    def upper_clip(self) -> float:
-        """The eps of the upper bound 1 + eps."""
-        return self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
-
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:
-        if self.loss_aggregation == "constant" and self.constant_denominator is None:
+        by_constant = self.loss_aggregation in ("constant", "sum")
+        if by_constant and self.constant_denominator is None:
             raise ValueError(
-                "loss_aggregation: constant needs constant_denominator, e.g. the longest response in tokens"
+                f"loss_aggregation: {self.loss_aggregation} needs constant_denominator, e.g. the longest response in tokens"
             )
-        if self.loss_aggregation != "constant" and self.constant_denominator is not None:
-            raise ValueError("constant_denominator needs loss_aggregation: constant")
+        if not by_constant and self.constant_denominator is not None:
+            raise ValueError("constant_denominator needs loss_aggregation: constant or sum")
         return self
