@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 import torch
 
-from services.common.config.algorithm import AdvantageName, AlgorithmConfig, RejectionConfig
+from services.common.config.algorithm import AlgorithmConfig, RejectionConfig
+from services.common.config.credit import AdvantageName
 from services.common.config.losses import LOSS_CLASSES
 from services.trainer.algorithms.advantages import sequence_advantages
 from services.trainer.algorithms.kl import kl_per_token
