@@ -28,6 +28,7 @@ class TaskGroup:
     position: int = -1  # in the curriculum, or in the evaluation data
     evaluation: str = ""  # the evaluation pass that it belongs to
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
     num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
 
     @property
@@ -69,7 +70,9 @@ class Member:
     """One sequence of an advantage group."""
 
     sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
-    sequence: Sequence
+    sequence: Sequence  # as it is trained: what is masked has become environment
+    trained_from: int = 0  # policy tokens of older versions are masked
+    num_masked_tokens: int = 0
     trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
 
     @property

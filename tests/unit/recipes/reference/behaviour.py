@@ -13,8 +13,9 @@ from tests.unit.recipes.reference.names import (
     UNFILTERED_DAPO_SOLVER,
     WEBSHOP,
 )
+from tests.unit.recipes.reference.reading import renamed
 from tests.unit.recipes.reference.table import CODE as IN_CODE
-from tests.unit.recipes.reference.table import absent, departs, rows
+from tests.unit.recipes.reference.table import absent, departs, rows, same
 
 BEHAVIOUR_ROWS = rows(
     IN_CODE, M2PO | RSTAR2,
@@ -25,6 +26,9 @@ BEHAVIOUR_ROWS = rows(
     departs(
         "advantage groups", "all attempts of a role in one", "policies.*.batch.group_by", "attempt",
         "a second try follows a rejection, so its mean is another one; `policy` puts them together", of=PAIRS | TWO_NODES,
+    ),
+    same(
+        "what is older than `max_staleness`", "dropped", "policies.*.batch.late", renamed({"dropped": "drop"}), of=M2PO,
     ),
     departs(
         "groups of equal rewards", "dropped by a later filter although `filter_function` is left out", "policies.*.batch.dynamic_sampling",
