@@ -107,19 +107,28 @@ def _roles(steps: list[Row]) -> list[str]:
 
 
 def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
-    """Evaluations as markers at the version that they measured, one line per sampling."""
-    by_sampling: dict[str, Points] = defaultdict(list)
+    """Evaluations as markers at the version that they measured, one line per sampling; bars are the 95% interval of their
+    change from the first, paired by tasks."""
+    by_sampling: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "evaluation" and row["versions"]:
-            by_sampling[row["name"].partition("/")[2]].append((max(row["versions"].values()), row["mean_reward"]))
-    for number, (sampling, points) in enumerate(sorted(by_sampling.items())):
-        points.sort()
-        ax.plot(
-            *([p[0] for p in points], [p[1] for p in points]),
+            by_sampling[row["name"].partition("/")[2]].append(row)
+    for number, (sampling, found) in enumerate(sorted(by_sampling.items())):
+        found.sort(key=lambda row: max(row["versions"].values()))
+        changes = [row.get("difference") or dict.fromkeys(("value", "low", "high"), 0.0) for row in found]
+        has_bars = any(row.get("difference") for row in found)
+        ax.errorbar(
+            [max(row["versions"].values()) for row in found],
+            [row["mean_reward"] for row in found],
+            yerr=[[c["value"] - c["low"] for c in changes], [c["high"] - c["value"] for c in changes]]
+            if has_bars
+            else None,
+            capsize=3,
+            elinewidth=1,
             marker="os^D"[number % 4],
             linestyle=":",
             color=f"C{number + 1}" if alone else color,
-            label=f"{'' if alone else name + ' '}evaluation {sampling}",
+            label=f"{'' if alone else name + ' '}evaluation {sampling}{', 95% of the change' if has_bars else ''}",
         )
 
 

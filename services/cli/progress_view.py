@@ -14,6 +14,7 @@ from rich.text import Text
 
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
+from services.cli.units import format_change
 from services.common.pb import run_pb2
 
 STATE_WORDS = {
@@ -92,11 +93,11 @@ def _replicas(progress: run_pb2.RunProgress) -> Table:
 
 
 def evaluations_table(progress: run_pb2.RunProgress) -> FittingTable:
-    """Evaluations finished so far."""
+    """Evaluations finished so far; ``change`` is that from the run's first of the same kind, paired by tasks."""
     table = FittingTable(
         [
             *(Column("evaluation"), Column("versions", spare=2), Column("dataset"), Column("reward", "right")),
-            *(Column("95%", "right"), Column("pass@k", spare=1)),
+            *(Column("95%", "right"), Column("change (95%)", "right"), Column("pass@k", spare=1)),
             *(Column("trajectories", "right", 3), Column("failed", "right")),
         ],
         box=None,
@@ -105,17 +106,24 @@ def evaluations_table(progress: run_pb2.RunProgress) -> FittingTable:
         name, versions = result.name, _versions(result)
         if len(result.datasets) > 1:
             counts = (str(result.num_trajectories), str(result.num_failed))
-            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", "", *counts)
+            change = _change(result.difference if result.HasField("difference") else None)
+            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", change, "", *counts)
             name = versions = ""
         for found in result.datasets:
             reward = found.mean_reward
             table.add_row(
                 *(name, versions, found.name, f"{reward.value:.3f}", f"{reward.low:.3f}-{reward.high:.3f}"),
+                _change(found.difference if found.HasField("difference") else None),
                 "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
                 *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
             )
             name = versions = ""
     return table
+
+
+def _change(difference: run_pb2.Estimate | None) -> str:
+    """From the first evaluation of the same kind, paired by tasks."""
+    return "" if difference is None else format_change(difference.value, difference.low, difference.high)
 
 
 def _versions(result: run_pb2.EvaluationResult) -> str:

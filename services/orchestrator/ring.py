@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from services.common import fates
+from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
@@ -86,7 +87,13 @@ class Ring:
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
         self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
-            batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit, self.rewards
+            batch_configs,
+            self.num_steps,
+            self.counters,
+            self._closed,
+            recipe.rollout.admit,
+            self.rewards,
+            recipe.run.seed,
         )
         self.batches = {
             name: Batches(
@@ -103,7 +110,7 @@ class Ring:
         }
         self.training_orders = TrainingOrders(
             training_source,
-            Curriculum(len(training_source), recipe.run.seed + recipe.data.train.seed, recipe.data.train.shuffle),
+            Curriculum(len(training_source), recipe.data.seed_of(TRAIN, recipe.run.seed), recipe.data.train.shuffle),
             self.names,
             group_size=recipe.rollout.group_size,
             sampling=sampling_of(recipe.sampling),

@@ -92,6 +92,10 @@ class DataConfig(Section):
         """The datasets by the path of their section."""
         return {TRAIN: self.train} | {f"{EVALUATION}.{name}": config for name, config in self.evaluation.items()}
 
+    def seed_of(self, section: str, run_seed: int) -> int:
+        """What a section's generator is called with, and training tasks are ordered by."""
+        return self.sections()[section].seed + (run_seed if section == TRAIN else 0)
+
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)

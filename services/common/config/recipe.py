@@ -31,7 +31,7 @@ class RunConfig(Section):
     dir: str = "runs"
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
-    """Seeds data order, sampling and initial weights."""
+    """Seeds data order, episodes, sampling, what is resampled and replayed, and initial weights (docs/workflows.md)."""
     steps: int = Field(default=100, ge=0)
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False

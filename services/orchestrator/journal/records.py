@@ -87,6 +87,8 @@ class EvaluationResult:
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()
     roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
+    compared_with: str = ""  # the run's first evaluation of this kind; empty for that one
+    difference: Estimate | None = None  # to it, of mean_reward, paired by items; None where it cannot be said
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -273,10 +275,15 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
                 "mean_reward": asdict(found.mean_reward),
                 "pass_at": [{"k": k, **asdict(share)} for k, share in found.pass_at],
                 "failed": list(found.failed),
+                "items": found.items,
+                "item_rewards": list(found.item_rewards),
+                "difference": _estimate_to_json(found.difference),
             }
             for found in result.datasets
         ],
         "roles": pairs(result.roles),
+        "compared_with": result.compared_with,
+        "difference": _estimate_to_json(result.difference),
     }
 
 
@@ -297,11 +304,24 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
                 mean_reward=Estimate(**found["mean_reward"]),
                 pass_at=tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
                 failed=tuple(found["failed"]),
+                items=found.get("items", ""),  # absent from journals of before they were compared
+                item_rewards=tuple(found.get("item_rewards", ())),
+                difference=_estimate_from_json(found.get("difference")),
             )
             for found in record["datasets"]
         ),
         roles=from_pairs(record["roles"]),
+        compared_with=record.get("compared_with", ""),
+        difference=_estimate_from_json(record.get("difference")),
     )
+
+
+def _estimate_to_json(found: Estimate | None) -> Json | None:
+    return None if found is None else asdict(found)
+
+
+def _estimate_from_json(found: Json | None) -> Estimate | None:
+    return None if found is None else Estimate(**found)
 
 
 def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:
