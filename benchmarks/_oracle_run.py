@@ -86,7 +86,13 @@ def run_loss(case: Case, config: AlgorithmConfig, *, parts: int = 1) -> LossOnCa
         given = context.tokens(i, batch, logprobs[own], proximal[own])
         found = algorithm.loss(given, config)
         total = total + aggregate(
-            found.per_token, given.mask, batch.sequence_index, batch.num_sequences, context.totals, config
+            found.per_token,
+            given.mask,
+            context.counted[i],
+            batch.sequence_index,
+            batch.num_sequences,
+            context.totals,
+            config,
         )
         per_token[own], kept[own] = found.per_token.detach(), given.mask.double()
         for name, count in found.counts.items():

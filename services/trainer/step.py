@@ -107,9 +107,11 @@ class TrainStep:
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
             where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
-            ratios = self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version, where)
+            ratios, num_kept = self._backward_minibatch(
+                micro_batches, totals, proximal[index], sums, fresh_version, where
+            )
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
-            if stopped:
+            if stopped or num_kept == 0:
                 self.optimizer.skip()
             else:
                 updates.append(self.optimizer.update())
@@ -192,10 +194,10 @@ class TrainStep:
 
         None for the first minibatch wherever its own forward pass, made under the same weights, gives them for free.
         """
-        if not self._algorithm.needs_proximal:
+        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
             return [None for _ in minibatches]
         return [
-            self._logprobs(m) if index > 0 or (self._algorithm.needs_keep_mask and len(m) > 1) else None
+            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
             for index, m in enumerate(minibatches)
         ]
 
@@ -209,8 +211,9 @@ class TrainStep:
         sums: Sums,
         fresh_version: int | None,
         where: str,
-    ) -> torch.Tensor:
-        """Gradients of the minibatch; with early_stop_ratio the sum of policy / behaviour over this rank's trained tokens. []
+    ) -> tuple[torch.Tensor, int]:
+        """Gradients of the minibatch. With early_stop_ratio the sum of policy / behaviour over this rank's trained tokens, []; and
+        how many tokens of all ranks the loss has seen: without any, the gradient is 0 and no update is to be made.
 
         Raises:
             LossError: the loss returned what cannot be trained on; ``where`` names it. On every rank.
@@ -240,7 +243,7 @@ class TrainStep:
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
-            loss = self._loss(micro_batch, tokens, policy_loss, entropy, context, sums)
+            loss = self._loss(index, micro_batch, tokens, policy_loss, entropy, context, sums)
             if values is not None:
                 loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
             self.ranks.backward(loss)
@@ -248,7 +251,7 @@ class TrainStep:
         assert context is not None
         if count := int(self.ranks.sum(not_finite)):
             raise LossError(
-                f"{where} returned NaN or infinity for {count} of {totals.num_trained_tokens} tokens, all of whose inputs "
+                f"{where} returned NaN or infinity for {count} of {context.num_kept} tokens, all of whose inputs "
                 "are finite; expected a finite number for each. No update was made of it"
             )
         if context.region is not None:
@@ -256,7 +259,7 @@ class TrainStep:
             sums.add("m2po_eps_low", context.region.eps_low * share)
             sums.add("m2po_eps_high", context.region.eps_high * share)
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
-        return ratios
+        return ratios, context.num_kept
 
     def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
         """Whether the policy is too far from the one that sampled the minibatch. A collective where that is asked for.
@@ -284,6 +287,7 @@ class TrainStep:
 
     def _loss(
         self,
+        index: int,
         batch: MicroTensors,
         tokens: TokenBatch,
         policy_loss: PolicyLoss,
@@ -293,7 +297,7 @@ class TrainStep:
     ) -> torch.Tensor:
         """This micro-batch's share of the minibatch's loss. []"""
         config, logprobs, mask = self.config, tokens.logprobs, tokens.mask
-        if self._algorithm.needs_keep_mask:
+        if self._algorithm.needs_whole_proximal:
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
@@ -301,13 +305,16 @@ class TrainStep:
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
                 reference_logprobs, _ = forward(self.reference, batch, self._temperature)
-            kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp)
+            kl = kl_per_token(
+                logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
+            )
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # else the sampled tokens have told it
             per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
-        loss = aggregate(per_token, mask, batch.sequence_index, batch.num_sequences, context.totals, config)
+        counted = context.counted[index]
+        loss = aggregate(per_token, mask, counted, batch.sequence_index, batch.num_sequences, context.totals, config)
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)
