@@ -134,7 +134,7 @@ class TrainStep:
         self._check_totals(batch)
         has_credit = needs_credit(self.config)  # then normalised per token
         if self.config.deviation == "batch":
-            rewards = self._everywhere(reward_moments(batch.sequences, self.config))
+            rewards = self._everywhere(reward_moments(batch.sequences))
             advantages = over_batch_deviation(advantages, rewards, self.config)
         if self.config.batch_normalize_advantages and not has_credit:
             advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)

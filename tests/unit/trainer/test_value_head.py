@@ -42,9 +42,10 @@ def head_of(step: TrainStep) -> dict[str, torch.Tensor]:
         ({"advantage": "grpo", "value_head": {}}, "value_head is set, but advantage: grpo uses no values"),
         ({"gae_lambda": 0.9}, "gae_lambda 0.9 is for advantage: gae"),
         ({"gamma": 0.9}, "gamma 0.9 needs advantage: gae or reinforce"),
+        ({"advantage": "max_rl", "reward_scale": 2.0}, "reads rewards from 0 to 1"),
     ],
 )
-def test_a_value_head_and_gae_are_refused_without_each_other(settings: dict[str, Any], says: str) -> None:
+def test_settings_that_the_advantage_does_not_read_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         algorithm("ppo_clip", **settings)
 
