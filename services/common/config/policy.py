@@ -100,15 +100,6 @@ class BatchConfig(Section):
         return max(1, self.size - round(self.replay.ratio * self.size))
 
     @model_validator(mode="after")
-    def _sequences_can_be_chosen(self) -> BatchConfig:
-        if self.resample is not None and self.group_by == "rollout":
-            raise ValueError(
-                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
-                "group_by: attempt"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _late_settings_fit(self) -> BatchConfig:
         if self.late != "wait" and self.late_wait_share is not None:
             raise ValueError(f"late_wait_share belongs to late: wait, and late is {self.late}: leave it out")
@@ -130,6 +121,15 @@ class BatchConfig(Section):
             raise ValueError(
                 f"max_token_age ({self.max_token_age}) is below replay.max_staleness ({self.replay.max_staleness}): "
                 "lower replay.max_staleness"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_can_be_chosen(self) -> BatchConfig:
+        if self.resample is not None and self.group_by == "rollout":
+            raise ValueError(
+                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
+                "group_by: attempt"
             )
         return self
 
@@ -169,8 +169,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     offload: list[Literal["optimizer", "reference"]] = []
-    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the model of the
-    KL term, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the models
+    of the KL term and of a teacher, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
     the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
@@ -234,3 +234,17 @@ class PolicyConfig(Section):
     """The training processes."""
     weights: WeightsConfig = WeightsConfig()
     """How versions travel to the replicas."""
+
+    @model_validator(mode="after")
+    def _credit_fits_batch(self) -> PolicyConfig:
+        if self.algorithm.distillation is not None and self.batch.dynamic_sampling:
+            raise ValueError(
+                "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
+                "batch.dynamic_sampling to false"
+            )
+        if self.algorithm.advantage == "pass_at_k" and self.batch.overlong_penalty is not None:
+            raise ValueError(
+                "algorithm.advantage: pass_at_k needs rewards of 0 or 1, and batch.overlong_penalty makes others: leave one of "
+                "them out"
+            )
+        return self
