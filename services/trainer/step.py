@@ -33,6 +33,7 @@ from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
 from services.trainer.algorithms.m2po import binding_second_moments, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.audit import GradientAudit, add_ratios, shares
 from services.trainer.kl_reward import with_kl_reward
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
@@ -90,11 +91,13 @@ class TrainStep:
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
         self._usage = Usage(model, ranks, peak_flops)
+        self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
 
     def run(self, batch: RankBatch) -> StepMetrics:
         """Train on one batch. Every rank calls it with its own share of the same batch."""
         started = time.perf_counter()
         self._usage.begin()
+        self._audit = GradientAudit(self.config.log_ratio_clamp, self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -105,13 +108,14 @@ class TrainStep:
                 self.optimizer.skip()
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
-            ratios = self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version)
+            ratios = self._backward_minibatch(index, micro_batches, totals, proximal[index], sums, fresh_version)
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped:
                 self.optimizer.skip()
             else:
                 updates.append(self.optimizer.update())
         seconds = time.perf_counter() - started
+        self._audit.add_to(sums)
         total = sums.reduce(self.ranks)
         return step_metrics(
             batch,
@@ -120,6 +124,7 @@ class TrainStep:
             num_micro_batches=sum(len(m) for m in minibatches),
             seconds=seconds,
             usage=self._usage.metrics(total, seconds),
+            audit=shares(total, batch.minibatches),
         )
 
     # -- preparation -------------------------------------------------------------------------------------------------
@@ -187,13 +192,14 @@ class TrainStep:
 
     def _backward_minibatch(
         self,
+        number: int,
         micro_batches: Seq[MicroTensors],
         totals: MinibatchTotals,
         proximal: Seq[torch.Tensor] | None,
         sums: Sums,
         fresh_version: int | None,
     ) -> torch.Tensor:
-        """Gradients of the minibatch; with early_stop_ratio the sum of policy / behaviour over this rank's trained tokens. []"""
+        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []"""
         context: _Context | None = None
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
@@ -204,13 +210,12 @@ class TrainStep:
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
                 context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
-            if self.config.early_stop_ratio is not None:
-                gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
-                ratios += gap.exp().sum(dtype=torch.float64)
+            ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
             self.ranks.backward(loss)
+            self._audit.count()
             self.on_progress()
         assert context is not None
         if context.region is not None:
@@ -275,9 +280,10 @@ class TrainStep:
         if context.keep_limit is not None:
             mask = kept_tokens(batch.behaviour, proximal, mask, context.keep_limit)
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
+        seen = self._audit.view(logprobs)
         policy_loss = self._algorithm.loss(
             TokenBatch(
-                logprobs=logprobs,
+                logprobs=seen,
                 behaviour=batch.behaviour,
                 advantages=batch.advantages,
                 mask=mask,
@@ -288,6 +294,7 @@ class TrainStep:
             ),
             config,
         )
+        self._audit.expect(seen, batch, mask, policy_loss)
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
             sums.add(name, count)
@@ -318,7 +325,8 @@ def _add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh
     """How far the trainer's log-probabilities are from the engines'. KL(behaviour || trainer) by k3: x = b - l."""
     gap = batch.behaviour - logprobs
     kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
-    fresh = (batch.weight_versions == fresh_version).to(gap.dtype)
+    # A cache that older weights had computed in part is no fresh sampling, whatever version the tokens have.
+    fresh = ((batch.weight_versions == fresh_version) & ~batch.mixed_cache).to(gap.dtype)
     for name, weight in (("first", torch.ones_like(gap)), ("fresh", fresh)):
         sums.add(f"{name}_abs", (gap.abs() * weight).sum())
         sums.add(f"{name}_kl", (kl * weight).sum())

@@ -26,4 +26,5 @@ def decoupled_ppo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(
         per_token=masked(weight * surrogate.per_token, tokens.mask),
         counts=surrogate.counts | {"dropped_tokens": (tokens.mask & dropped).sum()},
+        left_out=dropped,
     )
