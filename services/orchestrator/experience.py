@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.common import fates
 from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
@@ -51,7 +52,7 @@ class StepStatistics:
         values = {
             "failures": float(self.num_failures),
             "groups_equal_dropped": float(self.num_groups_equal),
-            "sequences_expired": float(self.num_expired),
+            fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
         }
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
@@ -68,7 +69,7 @@ class Experience:
         policies: Mapping[str, BatchConfig],
         num_steps: int,
         counters: Counter[str],
-        on_closed: Callable[[str, str], None] = lambda group_id, reason: None,
+        on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
@@ -130,7 +131,7 @@ class Experience:
         verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
         if not self._buffered[group.id]:
             del self._buffered[group.id]
-            self._on_closed(group.id, "nothing to train")
+            self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
         return verdicts
 
     def _take_in(self, group: AdvantageGroup) -> Verdict:
@@ -146,7 +147,7 @@ class Experience:
             outcome=outcome,
         )
 
-    def _judge(self, group: AdvantageGroup) -> tuple[str, AdvantageGroup | None]:
+    def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None]:
         """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it."""
         policy = group.policy
         config = self._policies[policy]
@@ -155,7 +156,7 @@ class Experience:
             self._since_batch[policy].num_groups_equal += 1
             self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, "sequences_filtered_equal_rewards")
-            return "equal_rewards", None
+            return fates.GroupFate.EQUAL_REWARDS, None
         if config.resample is not None:
             kept = resample_group(group, config.resample)
             left_out = group.size - (kept.size if kept else 0)
@@ -163,21 +164,21 @@ class Experience:
             self._counters["sequences_resampled_away"] += left_out
             if kept is None:
                 self._since_batch[policy].num_groups_equal += 1
-                return "resampled_away", None
+                return fates.GroupFate.RESAMPLED_AWAY, None
             group = kept
         if config.overlong_penalty is not None:
             group = self._shaped(group, config.overlong_penalty)
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
-            return "surplus", None
+            return fates.GroupFate.SURPLUS, None
         if not self.buffers[policy].add(group):
             self._since_batch[policy].num_expired += group.size
             self._drop(group, "sequences_expired")
-            return "expired", None
+            return fates.GroupFate.EXPIRED, None
         self._buffered[group.task_group_id] += 1
         self.num_kept[policy] += group.size
         self.num_filtered_in_a_row[policy] = 0
-        return "kept", group
+        return fates.GroupFate.KEPT, group
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
         shaped, penalties = shape_group(group, config)
@@ -227,7 +228,7 @@ class Experience:
     def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
         """A batch of these groups is durable."""
         for group in groups:
-            self._left_buffer(group, "trained")
+            self._left_buffer(group, fates.ClosedReason.TRAINED)
 
     def recover_batch(self, record: BatchRecord) -> None:
         """A batch was recorded by an earlier process: its sequences are no longer for anybody else."""
@@ -249,9 +250,9 @@ class Experience:
         for group in self.buffers[policy].advance(version):
             self._since_batch[policy].num_expired += group.size
             self._drop(group, "sequences_expired")
-            self._left_buffer(group, "expired")
+            self._left_buffer(group, fates.ClosedReason.EXPIRED)
 
-    def _left_buffer(self, group: AdvantageGroup, reason: str) -> None:
+    def _left_buffer(self, group: AdvantageGroup, reason: fates.ClosedReason) -> None:
         name = group.task_group_id
         self._buffered[name] -= 1
         if self._buffered[name] <= 0:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common import fates
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
@@ -173,11 +174,11 @@ class Ring:
         self.evaluations.resolved(group, outcome)
         return []
 
-    def _closed(self, task_group_id: str, reason: str) -> None:
-        record = {"task_group_id": task_group_id, "reason": reason}
+    def _closed(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        record = {"task_group_id": task_group_id, "reason": reason.value}
         self.journal.submit(records.CLOSED, task_group_id, lambda: record)
 
-    def cancel_training_groups(self, reason: str) -> None:
+    def cancel_training_groups(self, reason: fates.ClosedReason) -> None:
         """Training is over: what still runs is not wanted."""
         for group in [g for g in self.groups.values() if g.is_training]:
             del self.groups[group.id]

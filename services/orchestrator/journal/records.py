@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from services.common import fates
 from services.common.types import Interval, MinibatchTotals, Purpose, Sampling, Task, TaskGroupOrder, WeightVersion
 from services.orchestrator.scores import DatasetScore, Estimate
 
@@ -59,6 +60,8 @@ class BatchEntry:
     num_tokens: int
     reward: float | None = None  # what is trained on; None: as it is in the trajectory
     replayed: bool = False  # an earlier batch had it, too
+    trained_from: int = 0  # policy tokens of older versions are masked; 0 masks none
+    num_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +163,8 @@ class Verdict:
     num_kept: int  # that went into the buffer
     mean: float
     std: float
-    outcome: str  # kept, equal_rewards, resampled_away, surplus or expired
+    outcome: fates.GroupFate
+    num_expired: int = 0  # members that were too old already; they count in mean and std
 
 
 def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
@@ -168,7 +172,7 @@ def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
 
 
 def verdicts_from_json(record: Json) -> list[Verdict]:
-    return [Verdict(**found) for found in record["advantage_groups"]]
+    return [Verdict(**{**found, "outcome": fates.GroupFate(found["outcome"])}) for found in record["advantage_groups"]]
 
 
 def batch_key(policy: str, training_step: int) -> str:
@@ -195,6 +199,8 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "num_tokens": e.num_tokens,
                 "reward": e.reward,
                 "replayed": e.replayed,
+                "trained_from": e.trained_from,
+                "num_masked_tokens": e.num_masked_tokens,
             }
             for e in batch.entries
         ],

@@ -1,0 +1,49 @@
+"""What becomes of experience, as the orchestrator's journal says it and tools read it: names, no behaviour.
+
+slot -> failed, cancelled, or a trajectory
+advantage group complete -> GroupFate: kept, or dropped and why
+kept sequence -> in a batch record: trained, cut (some tokens masked) or masked (all) | left the buffer: expired
+task group -> ClosedReason: nothing more will come of it
+"""
+
+from __future__ import annotations
+
+import enum
+
+TOO_OLD = "TOO_OLD"
+"""The reason in the failure of a slot that was cancelled because its result could only have been dropped as too old."""
+
+
+class GroupFate(enum.StrEnum):
+    """What became of an advantage group when its task group was complete."""
+
+    KEPT = "kept"  # it waits for a batch; members that were too old already may be missing
+    EQUAL_REWARDS = "equal_rewards"
+    RESAMPLED_AWAY = "resampled_away"
+    SURPLUS = "surplus"  # its policy cannot use it any more
+    EXPIRED = "expired"  # every member was too old
+
+
+class ClosedReason(enum.StrEnum):
+    """Why nothing more comes of a task group."""
+
+    NOTHING_TO_TRAIN = "nothing to train"  # no advantage group was kept
+    TRAINED = "trained"  # the last of it went into a batch
+    EXPIRED = "expired"  # the last of it became too old in the buffer
+    STEPS_DONE = "all training steps are done"  # it was cancelled
+    RUN_ENDED = "the run has ended"  # it was cancelled
+
+
+class StepFact(enum.StrEnum):
+    """Counts in the statistics of a batch record.
+
+    ``*_EXPIRED`` and ``SLOTS_CANCELLED`` are of what happened since the batch before, the others of this batch's fresh
+    sequences.
+    """
+
+    SEQUENCES_EXPIRED = "sequences_expired"  # finished and dropped as too old
+    TOKENS_EXPIRED = "tokens_expired"  # that the policy wrote in them
+    SLOTS_CANCELLED = "slots_cancelled"  # stopped at their replica as too old: failures with the reason TOO_OLD
+    SEQUENCES_CUT = "sequences_cut"  # some of their tokens are masked
+    SEQUENCES_MASKED = "sequences_masked"  # all of their tokens are masked
+    TOKENS_MASKED = "tokens_masked"
