@@ -24,6 +24,7 @@ from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
 from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord, Verdict
+from services.orchestrator.members import member_fates
 
 
 @dataclass(slots=True)
@@ -71,11 +72,14 @@ class Experience:
         counters: Counter[str],
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
+        on_judged: Callable[[str, list[Verdict]], None] = lambda group_id, verdicts: None,
     ) -> None:
-        """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
+        """``on_closed`` is told (task group, reason) when nothing more will come of a training group, ``on_judged`` what
+        became of its advantage groups when it is complete, ahead of that."""
         self._policies = policies
         self._counters = counters
         self._on_closed = on_closed
+        self._on_judged = on_judged
         self.buffers = {
             name: ExperienceBuffer(batch.fresh_size, batch.max_staleness, batch.order)
             for name, batch in policies.items()
@@ -129,6 +133,8 @@ class Experience:
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
+        if verdicts:
+            self._on_judged(group.id, verdicts)
         if not self._buffered[group.id]:
             del self._buffered[group.id]
             self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
@@ -145,6 +151,7 @@ class Experience:
             mean=kept.mean if kept else group.mean,
             std=kept.std if kept else group.std,
             outcome=outcome,
+            members=member_fates(group, kept, outcome, self._policies[group.policy].resample),
         )
 
     def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None]:
