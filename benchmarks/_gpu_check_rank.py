@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import M2po
 from services.common.config.optimizer import OptimizerConfig
 from services.common.models import named_weights
 from services.common.process import run_and_leave
@@ -75,7 +75,7 @@ def train(path: Path, ranks: Ranks, options: argparse.Namespace, way: dict[str, 
     step = TrainStep(
         model,
         PolicyOptimizer(model.named_parameters(), OptimizerConfig(lr=1e-5), offload=offload),
-        AlgorithmConfig(name="m2po", kl_coefficient=0.001),
+        M2po(kl_coefficient=0.001),
         ranks,
         max_tokens_per_micro_batch=max(512, options.tokens // 2),
         reference=load_policy_model(path, ranks, trainable=False, offload=offload, **settings),

@@ -20,9 +20,10 @@ from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.cli.world_checks import index_problems
+from services.common.config.losses import LossByPath
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
-from services.common.importing import load_object
+from services.common.importing import check_can_be_loaded, load_object
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
@@ -57,6 +58,7 @@ def _named_problems(recipe: Recipe, left_out: list[str]) -> list[str]:
         *(partial(_check_data, recipe, where, left_out) for where in recipe.data.sections()),
         lambda: _check_workflow(recipe),
         lambda: _check_warm_start(recipe),
+        lambda: _check_losses(recipe),
     ]
     for check in checks:
         try:
@@ -174,3 +176,13 @@ def _check_warm_start(recipe: Recipe) -> None:
                 raise ConfigError(f"warm_start.{policy}.{key}: {error.message}") from None
             if not callable(found):
                 raise ConfigError(f"warm_start.{policy}.{key}: {value} is no function")
+
+
+def _check_losses(recipe: Recipe) -> None:
+    """A loss that is named by import path is only looked for: its module imports torch, which this process does not."""
+    for policy, section in recipe.policies.items():
+        if isinstance(section.algorithm, LossByPath):
+            try:
+                check_can_be_loaded(section.algorithm.name)
+            except ConfigError as error:
+                raise ConfigError(f"policies.{policy}.algorithm.name: {error.message}") from None

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from services.common.types import MinibatchTotals
-from services.trainer.algorithms.base import PolicyLoss, log_ratio
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
 from services.trainer.metrics import Sums
 from services.trainer.micro_batches import MicroTensors
 
@@ -51,16 +50,6 @@ _RATIOS, _SQUARES = "ratios/", "squared_ratios/"  # names of sums, before the mi
 _ZERO_ADVANTAGE = len(_CELLS)  # and behind it the tokens of each sign, then those with a gradient
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A micro-batch whose backward pass is still to come."""
-
-    seen: torch.Tensor  # [num_targets], the view that the policy loss got
-    batch: MicroTensors
-    mask: torch.Tensor  # [num_targets] bool
-    left_out: torch.Tensor | None  # [num_targets] bool
-
-
 class GradientAudit:
     """Counts over the micro-batches of one training step, on the device; nothing is read back."""
 
@@ -68,7 +57,6 @@ class GradientAudit:
         self._clamp = clamp
         self._counts = torch.zeros(_ZERO_ADVANTAGE + 2, dtype=torch.float64, device=device)
         self._of_sign = torch.zeros(len(Sign), dtype=torch.float64, device=device)
-        self._pending: _Pending | None = None
 
     @staticmethod
     def view(logprobs: torch.Tensor) -> torch.Tensor:
@@ -77,31 +65,23 @@ class GradientAudit:
         seen.retain_grad()
         return seen
 
-    def expect(self, seen: torch.Tensor, batch: MicroTensors, mask: torch.Tensor, loss: PolicyLoss) -> None:
-        """The backward pass of this micro-batch comes next; then ``count``."""
-        self._pending = _Pending(seen=seen, batch=batch, mask=mask, left_out=loss.left_out)
-
     @torch.no_grad()
-    def count(self) -> None:
-        """Take in the gradient of the expected micro-batch."""
-        assert self._pending is not None
-        seen, batch, mask, left_out = (
-            self._pending.seen, self._pending.batch, self._pending.mask, self._pending.left_out
-        )  # fmt: skip
-        self._pending = None  # and with it the graph
+    def count(self, tokens: TokenBatch, loss: PolicyLoss) -> None:
+        """After the backward pass of these tokens, which got their log-probabilities from ``view``."""
+        seen, advantages = tokens.logprobs, tokens.advantages
         gradient = torch.zeros_like(seen) if seen.grad is None else seen.grad  # None: the loss does not use them
-        gap = (seen.detach() - batch.behaviour).abs()
+        gap = (seen.detach() - tokens.behaviour).abs()
         # From the last cause to the first, so that the first that holds stands in the end.
         cell = torch.where(gap > self._clamp, 2, 3)
-        if left_out is not None:
-            cell = cell.masked_fill(left_out, 1)
-        cell = cell.masked_fill(~mask, 0)
-        negative = batch.advantages < 0
+        if loss.left_out is not None:
+            cell = cell.masked_fill(loss.left_out, 1)
+        cell = cell.masked_fill(~tokens.mask, 0)
+        negative = advantages < 0
         cell = cell + len(Cause) * negative
-        cell = cell.masked_fill(batch.advantages == 0, _ZERO_ADVANTAGE)
+        cell = cell.masked_fill(advantages == 0, _ZERO_ADVANTAGE)
         cell = cell.masked_fill(gradient != 0, _ZERO_ADVANTAGE + 1)
         self._counts.index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
-        self._of_sign += torch.stack([(batch.advantages > 0).sum(), negative.sum()])
+        self._of_sign += torch.stack([(advantages > 0).sum(), negative.sum()])
 
     def add_to(self, sums: Sums) -> None:
         """Once, at the end of the step. Names that end in ``_tokens`` become shares of the trained tokens."""

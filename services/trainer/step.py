@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 
 import numpy as np
 import structlog
@@ -26,17 +25,17 @@ import torch
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import MinibatchTotals, RankBatch
-from services.trainer.algorithms import ALGORITHMS
+from services.trainer.algorithms import algorithm_of
 from services.trainer.algorithms.advantages import normalize, sequence_advantages, weighted_moments
 from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
-from services.trainer.algorithms.m2po import binding_second_moments, trust_region
-from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
 from services.trainer.audit import GradientAudit, add_ratios, shares
 from services.trainer.kl_reward import with_kl_reward
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
+from services.trainer.minibatch_context import Logprobs, MinibatchContext, minibatch_context
 from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
 from services.trainer.packing import Document
@@ -44,17 +43,6 @@ from services.trainer.sharding import Ranks
 from services.trainer.usage import Usage
 
 log = structlog.get_logger(__name__)
-
-Logprobs = Seq[torch.Tensor]  # one [num_targets] per micro-batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Context:
-    """What a loss needs to know about the whole minibatch."""
-
-    totals: MinibatchTotals
-    region: TrustRegion | None = None
-    keep_limit: torch.Tensor | None = None  # []
 
 
 class TrainStep:
@@ -84,8 +72,7 @@ class TrainStep:
         self.config = config
         self.ranks = ranks
         self.reference = reference
-        self._algorithm = ALGORITHMS[config.name]
-        self._needs_region = self._algorithm.needs_trust_region and config.m2po_scope == "minibatch"
+        self._algorithm = algorithm_of(config)
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
@@ -108,7 +95,8 @@ class TrainStep:
                 self.optimizer.skip()
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
-            ratios = self._backward_minibatch(index, micro_batches, totals, proximal[index], sums, fresh_version)
+            where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
+            ratios = self._backward_minibatch(index, micro_batches, totals, proximal[index], sums, fresh_version, where)
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped:
                 self.optimizer.skip()
@@ -198,12 +186,18 @@ class TrainStep:
         proximal: Seq[torch.Tensor] | None,
         sums: Sums,
         fresh_version: int | None,
+        where: str,
     ) -> torch.Tensor:
-        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []"""
-        context: _Context | None = None
+        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []
+
+        Raises:
+            LossError: the loss returned what cannot be trained on; ``where`` names it. On every rank.
+        """
+        context: MinibatchContext | None = None
+        not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
-            current = self._logprobs(micro_batches) if self._needs_region else None
+            current = self._logprobs(micro_batches) if self._algorithm.needs_trust_region else None
             context = self._context(micro_batches, totals, current, proximal)
         for index, micro_batch in enumerate(micro_batches):
             logprobs, entropy = forward(self.model, micro_batch, self._temperature)
@@ -213,11 +207,29 @@ class TrainStep:
             ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
-            loss = self._loss(micro_batch, logprobs, entropy, own_proximal, context, sums)
+            tokens = TokenBatch(
+                logprobs=self._audit.view(logprobs),
+                behaviour=micro_batch.behaviour,
+                advantages=micro_batch.advantages,
+                mask=context.masks[index],
+                sequence_index=micro_batch.sequence_index,
+                num_sequences=micro_batch.num_sequences,
+                proximal=own_proximal if self._algorithm.needs_proximal else None,
+                trust_region=context.region,
+            )
+            policy_loss = self._algorithm.loss(tokens, self.config)
+            check_shape(policy_loss, tokens, where)
+            not_finite += num_not_finite(policy_loss.per_token, tokens)
+            loss = self._loss(micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             self.ranks.backward(loss)
-            self._audit.count()
+            self._audit.count(tokens, policy_loss)
             self.on_progress()
         assert context is not None
+        if count := int(self.ranks.sum(not_finite)):
+            raise LossError(
+                f"{where} returned NaN or infinity for {count} of {totals.num_trained_tokens} tokens, all of whose inputs "
+                "are finite; expected a finite number for each. No update was made of it"
+            )
         if context.region is not None:
             share = 1.0 / self.ranks.world_size  # every rank holds the same region, and ranks are added up
             sums.add("m2po_eps_low", context.region.eps_low * share)
@@ -244,57 +256,25 @@ class TrainStep:
         totals: MinibatchTotals,
         current: Logprobs | None,
         proximal: Logprobs | None,
-    ) -> _Context:
-        """Statistics over every micro-batch and rank. A collective where the algorithm asks for one."""
-        threshold = self.config.m2po_threshold
-        if self._needs_region:
-            assert current is not None
-            clamp = self.config.log_ratio_clamp
-            moments = [
-                binding_second_moments(log_ratio(logprobs, m.behaviour, clamp), m.advantages, _all(m))
-                for m, logprobs in zip(micro_batches, current, strict=True)
-            ]
-            return _Context(totals=totals, region=trust_region(self.ranks.gather(torch.cat(moments)), threshold))
-        if self._algorithm.needs_keep_mask:
-            assert proximal is not None
-            pairs = list(zip(micro_batches, proximal, strict=True))
-            gaps = [gap_second_moments(m.behaviour, p, _all(m)) for m, p in pairs]
-            limit = keep_limit(self.ranks.gather(torch.cat(gaps)), threshold)
-            kept = sum(int(kept_tokens(m.behaviour, p, _all(m), limit).sum()) for m, p in pairs)
-            kept_everywhere = self.ranks.sum(torch.tensor(kept, dtype=torch.int64, device=self.ranks.device))
-            return _Context(totals=replace(totals, num_trained_tokens=int(kept_everywhere)), keep_limit=limit)
-        return _Context(totals=totals)
+    ) -> MinibatchContext:
+        return minibatch_context(
+            self._algorithm, self.config, micro_batches, totals, self.ranks, current=current, proximal=proximal
+        )
 
     def _loss(
         self,
         batch: MicroTensors,
         logprobs: torch.Tensor,
+        tokens: TokenBatch,
+        policy_loss: PolicyLoss,
         entropy: torch.Tensor,
-        proximal: torch.Tensor,
-        context: _Context,
+        context: MinibatchContext,
         sums: Sums,
     ) -> torch.Tensor:
         """This micro-batch's share of the minibatch's loss. []"""
-        config = self.config
-        mask = _all(batch)
-        if context.keep_limit is not None:
-            mask = kept_tokens(batch.behaviour, proximal, mask, context.keep_limit)
+        config, mask = self.config, tokens.mask
+        if self._algorithm.needs_keep_mask:
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
-        seen = self._audit.view(logprobs)
-        policy_loss = self._algorithm.loss(
-            TokenBatch(
-                logprobs=seen,
-                behaviour=batch.behaviour,
-                advantages=batch.advantages,
-                mask=mask,
-                sequence_index=batch.sequence_index,
-                num_sequences=batch.num_sequences,
-                proximal=proximal,
-                trust_region=context.region,
-            ),
-            config,
-        )
-        self._audit.expect(seen, batch, mask, policy_loss)
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
             sums.add(name, count)
@@ -314,11 +294,6 @@ class TrainStep:
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
         self._usage.add(batch, sums)
         return loss
-
-
-def _all(batch: MicroTensors) -> torch.Tensor:
-    """The loss mask over targets: all of them. [num_targets] bool"""
-    return torch.ones_like(batch.target_positions, dtype=torch.bool)
 
 
 def _add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_version: int) -> None:

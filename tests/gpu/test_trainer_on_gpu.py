@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import M2po
 from services.common.config.optimizer import OptimizerConfig
 from services.common.models import load_model, named_weights
 from services.trainer.attention import Documents, documents_attention
@@ -37,7 +37,7 @@ def ranks() -> Iterator[Ranks]:
 
 def trained(ranks: Ranks, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     step = train_step(
-        AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1),
+        M2po(m2po_threshold=0.2, kl_coefficient=0.1),
         causal_lm=tiny_causal_lm(), ranks=ranks, optimizer=OptimizerConfig(lr=1e-2),
         reference=tiny_causal_lm(seed=1), gradient_checkpointing=True, **settings,
     )  # fmt: skip

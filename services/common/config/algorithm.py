@@ -1,67 +1,42 @@
-"""The ``algorithm`` section of a recipe: which loss, which advantages, how per-token losses become one number.
+"""What every loss has in common in the ``algorithm`` section of a recipe: advantages, KL, entropy, aggregation, rewards.
 
-Plain pydantic, no torch: a recipe is checked before anything heavy is imported. It knows nothing about tensors;
-``services.trainer.algorithms`` has one short file per loss.
+``services.common.config.losses`` has one class for each loss, with what that loss alone reads. Plain pydantic, no torch: a recipe is
+checked before anything heavy is imported. It knows nothing about tensors; ``services.trainer.algorithms`` has one short
+file per loss.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-LossName = Literal[
-    "m2po", "m2po_mask", "ppo_clip", "grpo", "decoupled_ppo", "tis", "gspo", "sapo", "cispo", "reinforce"
-]  # fmt: skip
+from services.common.config.base import Section
+
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
-M2poScope = Literal["minibatch", "micro_batch"]
 
 
-class AlgorithmConfig(BaseModel):
-    """What a training step minimises.
+class AlgorithmConfig(Section):
+    """The settings that do not depend on the loss.
 
-    >>> AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28).upper_clip
-    0.28
+    >>> AlgorithmConfig(kl_coefficient=0.001).needs_reference
+    True
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: LossName = "m2po"
-    """The policy loss; `grpo` is `ppo_clip` under the name people look for."""
-
-    eps_clip: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """PPO clip: a ratio below 1 - eps_clip earns no further gradient (also the upper bound unless eps_clip_higher)."""
-
-    eps_clip_higher: float | None = Field(default=None, gt=0.0)
-    """Upper bound 1 + eps_clip_higher when it differs from eps_clip (DAPO: 0.28)."""
-
-    c_clip: float | None = Field(default=None, gt=1.0)
-    """Dual clip: tokens with a negative advantage cost at most c_clip * |advantage|. Off when null."""
+    name: str = ""
+    """The policy loss, or the import path `package.module:function` of one."""
 
     early_stop_ratio: float | None = Field(default=None, gt=1.0)
     """Leave out an optimizer update, and those that follow in its training step, when the mean ratio policy / behaviour over the
     minibatch's trained tokens is above this: then something is wrong with the data or the weights. Off when null."""
 
-    m2po_threshold: float = Field(default=0.01, gt=0.0)
-    """M2PO: largest allowed mean second moment of the log ratio over the tokens the trust region binds."""
-
-    m2po_scope: M2poScope = "minibatch"
-    """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
-    the gradient then depends on packing; for comparison only)."""
-
-    sapo_tau_positive: float = Field(default=1.0, gt=0.0)
-    """SAPO: how fast the gate closes around ratio 1 where the advantage is positive."""
-
-    sapo_tau_negative: float = Field(default=1.05, gt=0.0)
-    """SAPO: the same for the other advantages; larger than for positive ones, as what they push up is less certain."""
-
     advantage: AdvantageName = "grpo"
     """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
 
-    advantage_eps: float = Field(default=1e-5, ge=0.0)
-    """Added to the group's standard deviation in `grpo`."""
+    advantage_eps: float = Field(default=1e-5, gt=0.0)
+    """Added to the group's standard deviation in `grpo`. Above 0: a group of nearly equal rewards is not blown up."""
 
     batch_normalize_advantages: bool = False
     """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
@@ -94,10 +69,6 @@ class AlgorithmConfig(BaseModel):
     reward_clip: float = Field(default=20.0, gt=0.0)
     """See reward_bias."""
 
-    importance_cap: float = Field(default=5.0, gt=0.0)
-    """Largest weight proximal / behaviour: `tis` truncates there, `decoupled_ppo` and `m2po_mask` drop such tokens;
-    `cispo` truncates policy / behaviour there."""
-
     log_ratio_clamp: float = Field(default=20.0, gt=0.0)
     """Log ratios are clamped to this magnitude before exp, so no ratio overflows; beyond it no gradient flows."""
 
@@ -105,11 +76,6 @@ class AlgorithmConfig(BaseModel):
     def needs_reference(self) -> bool:
         """Whether the trainer holds a second model with the initial weights."""
         return self.kl_coefficient > 0.0 or self.kl_reward_coefficient > 0.0
-
-    @property
-    def upper_clip(self) -> float:
-        """The eps of the upper bound 1 + eps."""
-        return self.eps_clip if self.eps_clip_higher is None else self.eps_clip_higher
 
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:

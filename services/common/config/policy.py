@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.base import Section
+from services.common.config.losses import LossConfig, M2po
 from services.common.config.optimizer import OptimizerConfig
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -176,7 +176,7 @@ class WeightsConfig(Section):
 class PolicyConfig(Section):
     model: ModelConfig = ModelConfig()
     """The model."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: LossConfig = M2po()
     """Loss and advantages."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""

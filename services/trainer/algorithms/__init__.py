@@ -1,14 +1,18 @@
 """Policy losses, one short file each, and the dict that names them.
 
-To add one: a pure function ``(TokenBatch, AlgorithmConfig) -> PolicyLoss`` in a file of its own, its name in
-``services.common.config.algorithm.LossName``, and a line here.
+To add one to Millrace: a pure function ``(TokenBatch, settings) -> PolicyLoss`` in a file of its own, its settings class in
+``services.common.config.losses``, and a line here. A loss of the user's own needs none of this: ``by_path``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import LossByPath, M2po
+from services.common.errors import ConfigError
 from services.trainer.algorithms.base import LossFunction
+from services.trainer.algorithms.by_path import loss_by_path
 from services.trainer.algorithms.cispo import cispo
 from services.trainer.algorithms.decoupled_ppo import decoupled_ppo
 from services.trainer.algorithms.gspo import gspo
@@ -41,3 +45,19 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(cispo),
     "reinforce": Algorithm(reinforce),
 }
+
+
+def algorithm_of(config: AlgorithmConfig) -> Algorithm:
+    """The loss that a section names, with what these settings make it need.
+
+    Raises:
+        ConfigError: the section names no loss, or an import path leads to no function.
+    """
+    if isinstance(config, LossByPath):
+        return Algorithm(loss_by_path(config.name), needs_proximal=config.proximal)
+    if config.name not in ALGORITHMS:
+        raise ConfigError(f"algorithm.name is {config.name!r}: write one of {', '.join(ALGORITHMS)}, or an import path")
+    found = ALGORITHMS[config.name]
+    if isinstance(config, M2po):
+        return replace(found, needs_trust_region=config.m2po_scope == "minibatch")
+    return found

@@ -6,6 +6,9 @@
     rloo       (R' - mean') * N / (N - 1)       (equals R' minus the mean of the others; 0 for a singleton)
     reinforce  R'
 
+A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
+mean of .10000000000000002, which a division by their std would turn into -.8.
+
 mean and std (N - 1; 1 for a singleton) were stamped over the *whole* advantage group when it completed, because
 minibatches and ranks may cut groups. They are of raw rewards; mean' and std' follow from bias and scale, exactly
 unless the clip binds inside the group. Every trained token of a sequence gets the sequence's advantage (outcome
@@ -24,6 +27,8 @@ from services.common.types import TrainingSequence
 
 Floats = npt.NDArray[np.float64]
 
+EQUAL = 1e-12  # deviation of a group, relative to its mean, that is rounding
+
 
 def transform_rewards(rewards: Floats, config: AlgorithmConfig) -> Floats:
     """clip((R + bias) * scale). [num_sequences]"""
@@ -35,14 +40,16 @@ def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfi
     rewards = transform_rewards(np.array([s.sequence.reward for s in sequences], dtype=np.float64), config)
     if config.advantage == "reinforce":
         return rewards
-    centred = rewards - transform_rewards(np.array([s.group_mean for s in sequences], dtype=np.float64), config)
+    means = np.array([s.group_mean for s in sequences], dtype=np.float64)
+    deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
+    centred = rewards - transform_rewards(means, config)
+    centred[deviations <= EQUAL * np.abs(means)] = 0.0
     if config.advantage == "dr_grpo":
         return centred
     size = np.array([s.group_size for s in sequences], dtype=np.float64)
     if config.advantage == "rloo":
         return centred * size / np.maximum(size - 1.0, 1.0)
-    std = np.array([s.group_std for s in sequences], dtype=np.float64) * config.reward_scale
-    return centred / (std + config.advantage_eps)
+    return centred / (deviations * config.reward_scale + config.advantage_eps)
 
 
 def weighted_moments(advantages: Floats, num_trained_tokens: Floats) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """What every policy loss takes and returns: flat tensors over tokens, one entry per token.
 
-A loss is a pure function ``(TokenBatch, AlgorithmConfig) -> PolicyLoss``. It knows nothing about models, packing,
+A loss is a pure function ``(TokenBatch, settings) -> PolicyLoss``. It knows nothing about models, packing,
 ranks or denominators: it gives one number per token, and ``aggregation`` adds them up.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-
-from services.common.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class PolicyLoss:
     left_out: torch.Tensor | None = None  # [num_tokens] bool, what a cap or rejection takes out of the loss altogether
 
 
-LossFunction = Callable[[TokenBatch, AlgorithmConfig], PolicyLoss]
+LossFunction = Callable[[TokenBatch, Any], PolicyLoss]  # the second is the loss's own settings class
 
 
 def log_ratio(new: torch.Tensor, old: torch.Tensor, clamp: float) -> torch.Tensor:

@@ -7,11 +7,11 @@ A clipped token still teaches, with a bounded weight. Trap: there is no lower bo
 
 from __future__ import annotations
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import Cispo
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
 
 
-def cispo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def cispo(tokens: TokenBatch, config: Cispo) -> PolicyLoss:
     """All shapes [num_tokens]."""
     weight = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp).exp().detach()
     truncated = tokens.mask & (weight > config.importance_cap)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import DecoupledPpo, M2poMask
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
 from services.trainer.algorithms.ppo_clip import clipped_surrogate
 
 
-def decoupled_ppo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def decoupled_ppo(tokens: TokenBatch, config: DecoupledPpo | M2poMask) -> PolicyLoss:
     """All shapes [num_tokens]."""
     proximal = tokens.require_proximal()
     surrogate = clipped_surrogate(tokens, proximal, config)

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import Gspo
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, masked, sequence_means
 
 
-def gspo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def gspo(tokens: TokenBatch, config: Gspo) -> PolicyLoss:
     """[num_tokens] in, [num_tokens] out; in between [num_sequences]."""
     axes = (tokens.mask, tokens.sequence_index, tokens.num_sequences)
     mean_log_ratio = sequence_means(tokens.logprobs - tokens.behaviour, *axes)
     ratio = mean_log_ratio.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()  # [num_sequences]
     advantages = sequence_means(tokens.advantages, *axes)
     plain = -ratio * advantages
-    clipped = -ratio.clamp(1.0 - config.eps_clip, 1.0 + config.upper_clip) * advantages
+    clipped = -ratio.clamp(1.0 - config.eps_clip, 1.0 + config.eps_clip_higher) * advantages
     is_clipped = (clipped > plain)[tokens.sequence_index]
     return PolicyLoss(
         per_token=masked(torch.maximum(plain, clipped)[tokens.sequence_index], tokens.mask),

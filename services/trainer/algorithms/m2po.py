@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import M2po
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, TrustRegion, log_ratio, masked
 
 EPS_LOW_CAP = 0.95
@@ -27,7 +27,7 @@ EPS_HIGH_CAP = 20.0
 _ROUNDING_MARGIN = 1e-6
 
 
-def m2po(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def m2po(tokens: TokenBatch, config: M2po) -> PolicyLoss:
     """-min(r A, clip(r) A) within ``tokens.trust_region``, or the micro-batch's own. All shapes [num_tokens]."""
     d = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp)
     region = tokens.trust_region

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import ClipSettings
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
 
 
-def ppo_clip(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def ppo_clip(tokens: TokenBatch, config: ClipSettings) -> PolicyLoss:
     """Clip against the behaviour policy. All shapes [num_tokens]."""
     return clipped_surrogate(tokens, tokens.behaviour, config)
 
 
-def clipped_surrogate(tokens: TokenBatch, old: torch.Tensor, config: AlgorithmConfig) -> PolicyLoss:
+def clipped_surrogate(tokens: TokenBatch, old: torch.Tensor, config: ClipSettings) -> PolicyLoss:
     """The surrogate against any ``old`` log-probabilities (behaviour or proximal). All shapes [num_tokens]."""
     ratio = log_ratio(tokens.logprobs, old, config.log_ratio_clamp).exp()
     plain = -ratio * tokens.advantages

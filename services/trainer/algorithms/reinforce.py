@@ -6,10 +6,10 @@ Trap: it takes the data for on-policy; nothing corrects or bounds what stale tok
 
 from __future__ import annotations
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import Reinforce
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, masked
 
 
-def reinforce(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def reinforce(tokens: TokenBatch, config: Reinforce) -> PolicyLoss:
     """All shapes [num_tokens]."""
     return PolicyLoss(per_token=masked(-tokens.advantages * tokens.logprobs, tokens.mask))

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import Sapo
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
 
 FADED_BELOW = 0.5  # of the gradient at r = 1: counted as what a clip would have cut
 
 
-def sapo(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def sapo(tokens: TokenBatch, config: Sapo) -> PolicyLoss:
     """All shapes [num_tokens]."""
     ratio = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp).exp()
     positive = tokens.advantages > 0
-    tau = torch.where(positive, config.sapo_tau_positive, config.sapo_tau_negative).to(ratio.dtype)
+    # Not torch.where of two numbers: that is float32, whatever it is converted to afterwards.
+    tau = torch.full_like(ratio, config.sapo_tau_negative).masked_fill(positive, config.sapo_tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0))
     faded = 4.0 * gate.detach() * (1.0 - gate.detach()) < FADED_BELOW
     return PolicyLoss(

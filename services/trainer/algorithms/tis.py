@@ -8,12 +8,12 @@ training" (Yao et al., 2025). Trap: with stale data exp(p - b) also carries the 
 
 from __future__ import annotations
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import Tis
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
 from services.trainer.algorithms.ppo_clip import clipped_surrogate
 
 
-def tis(tokens: TokenBatch, config: AlgorithmConfig) -> PolicyLoss:
+def tis(tokens: TokenBatch, config: Tis) -> PolicyLoss:
     """All shapes [num_tokens]."""
     proximal = tokens.require_proximal()
     surrogate = clipped_surrogate(tokens, proximal, config)

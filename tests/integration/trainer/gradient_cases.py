@@ -23,7 +23,7 @@ from services.common.types import TrainingSequence
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
-from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 Gradients = dict[str, np.ndarray]
 
@@ -41,28 +41,29 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    **{name: Case(config=AlgorithmConfig(name=name)) for name in ("ppo_clip", "gspo", "sapo", "reinforce")},  # type: ignore[arg-type]
-    "m2po": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2)),
-    "m2po_mask": Case(config=AlgorithmConfig(name="m2po_mask", m2po_threshold=0.5)),
-    "tis": Case(config=AlgorithmConfig(name="tis", importance_cap=2.0)),
-    "cispo": Case(config=AlgorithmConfig(name="cispo", importance_cap=2.0)),
-    "decoupled_ppo": Case(config=AlgorithmConfig(name="decoupled_ppo", importance_cap=2.0)),
-    "dual_clip": Case(config=AlgorithmConfig(name="ppo_clip", eps_clip_higher=0.28, c_clip=3.0)),
-    "sequence_mean": Case(config=AlgorithmConfig(name="gspo", loss_aggregation="sequence_mean")),
-    "constant": Case(config=AlgorithmConfig(
+    **{name: Case(config=algorithm(name=name)) for name in ("ppo_clip", "sapo", "reinforce")},
+    "gspo": Case(config=algorithm(name="gspo", eps_clip=0.2, eps_clip_higher=0.2)),  # type: ignore[arg-type]
+    "m2po": Case(config=algorithm(name="m2po", m2po_threshold=0.2)),
+    "m2po_mask": Case(config=algorithm(name="m2po_mask", m2po_threshold=0.5)),
+    "tis": Case(config=algorithm(name="tis", importance_cap=2.0)),
+    "cispo": Case(config=algorithm(name="cispo", importance_cap=2.0)),
+    "decoupled_ppo": Case(config=algorithm(name="decoupled_ppo", importance_cap=2.0)),
+    "dual_clip": Case(config=algorithm(name="ppo_clip", eps_clip_higher=0.28, c_clip=3.0)),
+    "sequence_mean": Case(config=algorithm(name="gspo", eps_clip=0.2, eps_clip_higher=0.2, loss_aggregation="sequence_mean")),
+    "constant": Case(config=algorithm(
         name="ppo_clip", advantage="dr_grpo", loss_aggregation="constant", constant_denominator=16)),
-    "normalized": Case(config=AlgorithmConfig(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True)),
+    "normalized": Case(config=algorithm(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True)),
     "kl_and_entropy": Case(
-        config=AlgorithmConfig(name="ppo_clip", kl_coefficient=0.3, entropy_coefficient=0.1), reference=True),
+        config=algorithm(name="ppo_clip", kl_coefficient=0.3, entropy_coefficient=0.1), reference=True),
     "kl_in_reward": Case(
-        config=AlgorithmConfig(name="m2po", m2po_threshold=0.2, kl_reward_coefficient=0.2, kl_coefficient=0.1),
+        config=algorithm(name="m2po", m2po_threshold=0.2, kl_reward_coefficient=0.2, kl_coefficient=0.1),
         reference=True),
     "reinforce_plus_plus": Case(
-        config=AlgorithmConfig(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True,
+        config=algorithm(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True,
                                kl_reward_coefficient=0.2), reference=True),
-    "untied_hot": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
-    "idle_rank": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
-    "float32": Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
+    "untied_hot": Case(config=algorithm(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
+    "idle_rank": Case(config=algorithm(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
+    "float32": Case(config=algorithm(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
 
 # How weights are held and computed; each is trained for two steps.
@@ -122,9 +123,9 @@ def trained_weights(
 ) -> tuple[Gradients, dict[str, float]]:
     """Weights and metrics after two steps of two minibatches with the real optimizer. ``settings`` of ``train_step``."""
     step = train_step(
-        AlgorithmConfig(
-            name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0
-        ).model_copy(update={"early_stop_ratio": early_stop_ratio}),  # below 1 as well: that is where these ratios are
+        algorithm(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0).model_copy(
+            update={"early_stop_ratio": early_stop_ratio}
+        ),  # below 1 as well: that is where these ratios are
         causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
         max_tokens=TWO_RANK_MAX_TOKENS,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.advantages import sequence_advantages
 from services.trainer.algorithms.base import TokenBatch
@@ -25,7 +24,7 @@ from tests.integration.trainer.gradient_cases import (
     trained_weights,
 )
 from tests.integration.trainer.launching import made_once, run_processes, start_torchruns
-from tests.unit.trainer.building import tiny_causal_lm, training_sequences
+from tests.unit.trainer.building import algorithm, tiny_causal_lm, training_sequences
 
 EVERYTHING = 10_000  # all documents in one micro-batch
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -179,7 +178,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_m2po_per_micro_batch_does_depend_on_packing() -> None:
     """Why the minibatch is the default scope; also shows that the tests above can fail."""
-    case = Case(config=AlgorithmConfig(name="m2po", m2po_threshold=0.2, m2po_scope="micro_batch"))
+    case = Case(config=algorithm(name="m2po", m2po_threshold=0.2, m2po_scope="micro_batch"))
     whole = gradients(case, Ranks.single(), EVERYTHING)
     with pytest.raises(AssertionError):
         assert_same(gradients(case, Ranks.single(), 23), whole, 1e-9)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.types import RankBatch
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
@@ -24,7 +23,7 @@ from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 from tests.integration.trainer_service.conftest import MakeOrchestrator, failure_of
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
-from tests.unit.trainer.building import train_step
+from tests.unit.trainer.building import algorithm, train_step
 from tests.unit.trainer_service.building import POLICY, DigestPublisher, batch_of
 
 STEPS = 6
@@ -34,7 +33,7 @@ class LocalTrainer:
     """A trainer in a thread of the test's process; ``life`` is its task."""
 
     def __init__(self, orchestrator: FakeOrchestrator, directory: Path) -> None:
-        self.step: TrainStep = train_step(AlgorithmConfig())
+        self.step: TrainStep = train_step(algorithm())
         self._thread = LoopThread("trainer-grpc")
         self.client = self._thread.call(self._connect(orchestrator))
         self._loop = TrainingLoop(

@@ -198,3 +198,17 @@ def test_run_starts_nothing_that_check_would_refuse(recipe: Path, override: str,
     assert isinstance(result.exception, ConfigError)
     assert re.search(wanted, result.exception.message, re.MULTILINE), result.exception.message
     assert not runs.exists()
+
+
+def test_a_loss_by_path_is_looked_for_and_not_imported(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checked_losses.py").write_text("raise RuntimeError\n\n\ndef clipped(tokens, settings): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = "policies.model0.algorithm.name"
+    check_recipe(load_recipe(recipe, [f"{name}=checked_losses:clipped"]))
+    assert "checked_losses" not in sys.modules
+    for path, told in (("checked_loss:clipped", "there is no module 'checked_loss'"), ("checked_losses:x", "no 'x'")):
+        with pytest.raises(ConfigError, match=f"{name}: .*{told}"):
+            check_recipe(load_recipe(recipe, [f"{name}={path}"]))

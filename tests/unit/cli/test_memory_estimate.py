@@ -19,8 +19,8 @@ from services.cli.memory_estimate import (
     misfits,
     trainer_rank_parts,
 )
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.loading import load_recipe
+from services.common.config.losses import M2po
 from services.common.config.policy import PolicyConfig, TrainerConfig
 from services.common.config.services import InferenceConfig
 from services.common.errors import ConfigError
@@ -30,7 +30,7 @@ QWEN3_8B = ModelShape.by_name("Qwen/Qwen3-8B")
 
 def policy(ranks: int, dtype: str = "float32", kl: float = 0.001, offload: tuple[str, ...] = ()) -> PolicyConfig:
     return PolicyConfig(
-        algorithm=AlgorithmConfig(kl_coefficient=kl),
+        algorithm=M2po(kl_coefficient=kl),
         trainer=TrainerConfig.model_validate(
             {
                 "num_ranks": ranks,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.importing import load_object
+from services.common.importing import check_can_be_loaded, load_object
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +59,41 @@ def test_what_is_wrong_is_said(path: str, said: str) -> None:
         load_object(path)
     assert said in caught.value.message
     assert path in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "path", ["my_rewards:exact", "my_rewards:Graders.strict", "my_crash:x", "json.decoder:JSONDecoder", "torch:Tensor"]
+)
+def test_what_is_only_looked_for_is_not_run(path: str, tmp_path: Path) -> None:
+    (tmp_path / "my_crash.py").write_text("x = 1\n1 / 0\n")
+    loaded = set(sys.modules)
+    check_can_be_loaded(path)
+    assert set(sys.modules) == loaded
+
+
+def test_names_that_a_module_binds_in_any_way_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "my_names.py").write_text(
+        "import os.path as p\nfrom json import loads\na, (b, *c) = 1, (2, 3)\nif a:\n    d: int = 4\nelse:\n"
+        "    def e():\n        hidden = 1\n"
+    )
+    for name in ("p", "loads", "a", "b", "c", "d", "e"):
+        check_can_be_loaded(f"my_names:{name}")
+    with pytest.raises(ConfigError, match=r"my_names has no 'hidden'; it has a, b, c, d, e, loads, p"):
+        check_can_be_loaded("my_names:hidden")
+    (tmp_path / "my_star.py").write_text("from json import *\n")
+    check_can_be_loaded("my_star:loads")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("my_reward:exact", "there is no module 'my_reward'"),
+        ("my_rewards.deep:exact", "there is no module 'deep'"),
+        ("my_rewards:exactly", "has no 'exactly'; it has Graders, exact"),
+        ("my_typo:exact", "cannot be read"),
+        ("my_rewards", "is no import path"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_without_running_it(path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_can_be_loaded(path)

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import DEFAULT_LOSS, LossConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
 from services.trainer.model import build_policy_model
@@ -17,6 +19,13 @@ from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 
 VOCAB = 31
+
+_LOSSES: TypeAdapter[AlgorithmConfig] = TypeAdapter(LossConfig)
+
+
+def algorithm(name: str = DEFAULT_LOSS, **settings: Any) -> Any:
+    """The section `algorithm` as a recipe has it: of the settings class that the name stands for."""
+    return _LOSSES.validate_python({"name": name, **settings})
 
 
 def tiny_causal_lm(dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0) -> Any:

@@ -49,6 +49,19 @@ def test_a_singleton_has_no_advantage() -> None:
         assert sequence_advantages(group([0.7]), config).tolist() == [0.0]
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-300])
+@pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0] * 8, [0.0] * 4, [1 / 3] * 7, [-49.9] * 5, [1e9 + 0.1] * 3])
+def test_equal_rewards_have_no_advantage_whatever_their_rounding(rewards: list[float], eps: float) -> None:
+    for name in ("grpo", "dr_grpo", "rloo"):
+        config = AlgorithmConfig(advantage=name, advantage_eps=eps)  # type: ignore[arg-type]
+        assert sequence_advantages(group(rewards), config).tolist() == [0.0] * len(rewards)
+
+
+def test_rewards_that_differ_by_little_are_no_equal_rewards() -> None:
+    found = sequence_advantages(group([1e-6, 2e-6]), AlgorithmConfig(advantage_eps=1e-12))
+    assert found.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+
+
 def test_dr_grpo_does_not_divide() -> None:
     config = AlgorithmConfig(advantage="dr_grpo")
     assert sequence_advantages(group([1, 0, 0, 0]), config).tolist() == [0.75, -0.25, -0.25, -0.25]
@@ -67,8 +80,8 @@ def test_reward_transform_adds_scales_and_clips() -> None:
 
 
 def test_transformed_group_advantages_use_transformed_statistics() -> None:
-    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0, advantage_eps=0.0)
-    plain = AlgorithmConfig(advantage_eps=0.0)
+    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0, advantage_eps=1e-12)
+    plain = AlgorithmConfig(advantage_eps=1e-12)
     expected = sequence_advantages(group([1, 0, 0, 1]), plain).tolist()
     assert sequence_advantages(group([1, 0, 0, 1]), config).tolist() == pytest.approx(expected)
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.base import TokenBatch
 from services.trainer.algorithms.kl import kl_per_token
 from services.trainer.algorithms.m2po import binding_second_moments, m2po, trust_region
 from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from tests.unit.trainer.building import algorithm
 
 BEHAVIOUR_ZERO = 0.0
 
@@ -81,7 +81,7 @@ def test_m2po_drops_exactly_the_tokens_beyond_the_largest_kept(dtype: torch.dtyp
         sequence_index=torch.zeros(5, dtype=torch.int64),
         num_sequences=1,
     )
-    loss = m2po(batch, AlgorithmConfig(name="m2po", m2po_scope="micro_batch"))
+    loss = m2po(batch, algorithm(name="m2po", m2po_scope="micro_batch"))
     loss.per_token.sum().backward()
     assert logprobs.grad is not None
     # 0.08 defines the region and keeps its gradient; 0.3 is dropped; -0.7 moves back towards behaviour and stays.
@@ -114,14 +114,14 @@ def test_m2po_mask_ignores_signs_and_keeps_at_least_one() -> None:
 
 def test_ppo_clip_golden() -> None:
     batch = tokens([0.1, -0.5, 0.3, 0.0], [1, 1, -1, -1], mask=[True, True, True, False])
-    loss = ALGORITHMS["ppo_clip"].loss(batch, AlgorithmConfig(name="ppo_clip", eps_clip=0.2)).per_token
+    loss = ALGORITHMS["ppo_clip"].loss(batch, algorithm(name="ppo_clip", eps_clip=0.2)).per_token
     assert loss.tolist() == pytest.approx([-1.10517, -0.60653, 1.34986, 0.0], rel=1e-5)
     assert (loss.sum() / 3).item() == pytest.approx(-0.1206, abs=5e-5)
 
 
 def test_dual_clip_golden() -> None:
     batch = tokens([0.5, -0.5, 1.5, -1.5], [1, 1, -1, -1])
-    config = AlgorithmConfig(name="ppo_clip", eps_clip=0.2, eps_clip_higher=0.28, c_clip=3.0)
+    config = algorithm(name="ppo_clip", eps_clip=0.2, eps_clip_higher=0.28, c_clip=3.0)
     result = ALGORITHMS["ppo_clip"].loss(batch, config)
     assert result.per_token.tolist() == pytest.approx([-1.28, -0.60653, 3.0, 0.8], rel=1e-5)
     assert result.per_token.mean().item() == pytest.approx(0.4784, abs=5e-5)
@@ -135,7 +135,7 @@ def test_grpo_is_ppo_clip() -> None:
 def test_decoupled_ppo_drops_beyond_the_cap_and_tis_truncates_there() -> None:
     # weights exp(p - b): e^0.5 and e^2; l = p, so the surrogate is -A.
     batch = tokens([0.5, 2.0], [1, 1], proximal=[0.5, 2.0])
-    config = AlgorithmConfig(name="tis", importance_cap=3.0)
+    config = algorithm(name="tis", importance_cap=3.0)
     decoupled = ALGORITHMS["decoupled_ppo"].loss(batch, config)
     truncated = ALGORITHMS["tis"].loss(batch, config)
     assert decoupled.per_token.tolist() == pytest.approx([-math.exp(0.5), 0.0])
@@ -145,19 +145,19 @@ def test_decoupled_ppo_drops_beyond_the_cap_and_tis_truncates_there() -> None:
 
 def test_decoupled_ppo_clips_against_the_proximal_policy() -> None:
     batch = tokens([1.0], [1], proximal=[0.0], behaviour=[0.3])
-    loss = ALGORITHMS["decoupled_ppo"].loss(batch, AlgorithmConfig(name="decoupled_ppo", eps_clip=0.2)).per_token
+    loss = ALGORITHMS["decoupled_ppo"].loss(batch, algorithm(name="decoupled_ppo", eps_clip=0.2)).per_token
     assert loss.tolist() == pytest.approx([-1.2 * math.exp(-0.3)])
 
 
 def test_gspo_has_one_ratio_per_sequence() -> None:
     batch = tokens([0.1, 0.3, -0.4, 9.0], [1, 1, -1, -1], mask=[True, True, True, False], sequence_index=[0, 0, 1, 1])
-    loss = ALGORITHMS["gspo"].loss(batch, AlgorithmConfig(name="gspo", eps_clip=0.3)).per_token
+    loss = ALGORITHMS["gspo"].loss(batch, algorithm(name="gspo", eps_clip=0.3, eps_clip_higher=0.3)).per_token
     assert loss.tolist() == pytest.approx([-math.exp(0.2), -math.exp(0.2), 0.7, 0.0])
 
 
 def test_sapo_golden() -> None:
     batch = tokens([0.0, 0.5, -0.5, 0.5, -0.5], [1, 1, 1, -2, -2])
-    loss = ALGORITHMS["sapo"].loss(batch, AlgorithmConfig(name="sapo"))
+    loss = ALGORITHMS["sapo"].loss(batch, algorithm(name="sapo"))
 
     def gate(log_ratio: float, tau: float) -> float:
         return 4 / tau / (1 + math.exp(-tau * (math.exp(log_ratio) - 1)))
@@ -170,7 +170,7 @@ def test_sapo_golden() -> None:
 def test_sapo_fades_where_a_clip_would_end() -> None:
     """At ratio 1 the plain policy gradient; away from it less and less, sooner for negative advantages."""
     batch = tokens([0.0, 0.0, 1.0, 2.0, 1.0, 2.0, -4.0], [1, -1, 1, 1, -1, -1, 1])
-    loss = ALGORITHMS["sapo"].loss(batch, AlgorithmConfig(name="sapo", sapo_tau_negative=2.0))
+    loss = ALGORITHMS["sapo"].loss(batch, algorithm(name="sapo", sapo_tau_negative=2.0))
     loss.per_token.sum().backward()
     assert batch.logprobs.grad is not None
     at_one, against_at_one, positive, far_positive, negative, far_negative, low = batch.logprobs.grad.tolist()
@@ -183,11 +183,11 @@ def test_sapo_fades_where_a_clip_would_end() -> None:
 
 def test_cispo_and_reinforce_have_the_score_function_gradient() -> None:
     batch = tokens([0.5, 3.0], [2, -1])
-    ALGORITHMS["cispo"].loss(batch, AlgorithmConfig(name="cispo", importance_cap=2.0)).per_token.sum().backward()
+    ALGORITHMS["cispo"].loss(batch, algorithm(name="cispo", importance_cap=2.0)).per_token.sum().backward()
     assert batch.logprobs.grad is not None
     assert batch.logprobs.grad.tolist() == pytest.approx([-2 * math.exp(0.5), 2.0])
     batch = tokens([0.5, 3.0], [2, -1])
-    ALGORITHMS["reinforce"].loss(batch, AlgorithmConfig(name="reinforce")).per_token.sum().backward()
+    ALGORITHMS["reinforce"].loss(batch, algorithm(name="reinforce")).per_token.sum().backward()
     assert batch.logprobs.grad is not None
     assert batch.logprobs.grad.tolist() == [-2.0, 1.0]
 
@@ -195,7 +195,7 @@ def test_cispo_and_reinforce_have_the_score_function_gradient() -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_no_loss_overflows_or_leaks_masked_tokens(name: str) -> None:
     batch = tokens([800.0, -800.0, 5e5, 0.0], [1, -1, -1, 1], proximal=[0.0] * 4, mask=[True, True, False, True])
-    loss = ALGORITHMS[name].loss(batch, AlgorithmConfig(name=name)).per_token  # type: ignore[arg-type]
+    loss = ALGORITHMS[name].loss(batch, algorithm(name=name)).per_token  # type: ignore[arg-type]
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert loss[2].item() == 0.0
@@ -215,7 +215,7 @@ def test_every_loss_takes_no_tokens(name: str) -> None:
         num_sequences=1,
         proximal=torch.zeros(0),
     )
-    loss = ALGORITHMS[name].loss(batch, AlgorithmConfig(name=name)).per_token  # type: ignore[arg-type]
+    loss = ALGORITHMS[name].loss(batch, algorithm(name=name)).per_token  # type: ignore[arg-type]
     assert loss.shape == (0,)
     assert loss.requires_grad
 

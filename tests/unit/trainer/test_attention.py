@@ -8,11 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.trainer.attention import Documents, Kernel, documents_attention
 from services.trainer.model import PolicyModel
-from tests.unit.trainer.building import tiny_causal_lm, train_step
+from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
 
@@ -48,7 +47,7 @@ def test_runs_group_neighbours_of_equal_length() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_packed_model_equals_transformers_on_each_document_alone(tied: bool) -> None:
-    step = train_step(AlgorithmConfig(), causal_lm=tiny_causal_lm(tied=tied))
+    step = train_step(algorithm(), causal_lm=tiny_causal_lm(tied=tied))
     plain: Qwen3ForCausalLM = tiny_causal_lm(tied=tied)
     offsets = np.concatenate([[0], np.cumsum(LENGTHS)]).astype(np.int64)
     token_ids = torch.randint(0, 31, (int(offsets[-1]),))

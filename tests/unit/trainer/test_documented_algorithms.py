@@ -9,14 +9,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from services.common.config.algorithm import (
-    AdvantageName,
-    AlgorithmConfig,
-    KlEstimator,
-    LossAggregation,
-    LossName,
-    M2poScope,
-)
+from services.common.config.algorithm import AdvantageName, AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, M2poScope
 from services.common.config.policy import (
     BatchConfig,
     OverlongPenaltyConfig,
@@ -26,6 +20,7 @@ from services.common.config.policy import (
 )
 from services.orchestrator.buffer.resample import quotas
 from services.trainer.algorithms import ALGORITHMS
+from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -33,23 +28,46 @@ WORDS = set(re.findall(r"[a-z0-9_]+", " ".join(re.findall(r"`([^`]+)`", PROSE)))
 
 
 def test_every_loss_has_an_implementation() -> None:
-    assert set(get_args(LossName)) == set(ALGORITHMS)
+    assert set(LOSS_CLASSES) - {IMPORT_PATH} == set(ALGORITHMS)
+    assert set(ALGORITHMS) <= WORDS
 
 
-@pytest.mark.parametrize("names", [LossName, AdvantageName, LossAggregation, KlEstimator, M2poScope])
+@pytest.mark.parametrize("names", [AdvantageName, LossAggregation, KlEstimator, M2poScope])
 def test_every_name_is_documented(names: object) -> None:
     assert not set(get_args(names)) - WORDS
 
 
-@pytest.mark.parametrize("section", [AlgorithmConfig, BatchConfig, ResampleConfig, OverlongPenaltyConfig, ReplayConfig])
+@pytest.mark.parametrize(
+    "section", [*LOSS_CLASSES.values(), BatchConfig, ResampleConfig, OverlongPenaltyConfig, ReplayConfig]
+)
 def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
     assert not set(section.model_fields) - WORDS
 
 
 def test_the_example_is_a_valid_policy() -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
-    policy = PolicyConfig.model_validate(yaml.safe_load(block)["policies"]["model0"])
+    policy = example_policy(0)
     assert (policy.algorithm.name, policy.batch.minibatches) == ("m2po", 4)
+
+
+def example_policy(index: int) -> PolicyConfig:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return PolicyConfig.model_validate(yaml.safe_load(blocks[index])["policies"]["model0"])
+
+
+def test_the_loss_of_the_page_trains_and_is_ppo_where_both_widths_are_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_losses.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = example_policy(1).algorithm
+    batch = rank_batch(training_sequences(8))
+    own = train_step(config).run(batch)
+    assert own.updates_applied == 1 and own.grad_norm > 0 and 0 <= own.algorithm["clipped_share"] <= 1
+    same = config.model_copy(update={"settings": {"eps": 0.2, "eps_negative": 0.2}})
+    ppo = train_step(algorithm("ppo_clip")).run(batch)
+    assert train_step(same).run(batch).grad_norm == pytest.approx(ppo.grad_norm)
 
 
 def test_the_table_of_quotas_is_what_is_kept() -> None:

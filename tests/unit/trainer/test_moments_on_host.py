@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
 from services.trainer.moments_on_host import MOMENTS, MomentsOnHost
 from services.trainer.sharding import Ranks
-from tests.unit.trainer.building import rank_batch, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 
 def layers() -> torch.nn.Sequential:
@@ -81,10 +80,10 @@ def test_a_checkpoint_is_read_with_and_without_offload(tmp_path: Path, then: boo
     """Where the moments wait is no property of a run: written with it, read without, and the other way round."""
     config = OptimizerConfig(lr=1e-2)
     checkpoints = Checkpoints(tmp_path, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
-    first = train_step(AlgorithmConfig(), optimizer=config, offload=not then)
+    first = train_step(algorithm(), optimizer=config, offload=not then)
     first.run(rank_batch(training_sequences(8)))
     checkpoints.save(1, first.model, first.optimizer)
-    second = train_step(AlgorithmConfig(), optimizer=config, offload=then)
+    second = train_step(algorithm(), optimizer=config, offload=then)
     checkpoints.load(1, second.model, second.optimizer)
     for step in (first, second):
         step.run(rank_batch(training_sequences(8, seed=1)))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.losses import PpoClip
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError
 from services.trainer.optimizer import PolicyOptimizer, learning_rate
@@ -87,8 +88,8 @@ def test_a_schedule_without_an_end_is_refused() -> None:
         (OptimizerConfig, {"learning_rate": 1.0}, "Extra inputs"),
         (AlgorithmConfig, {"loss_aggregation": "constant"}, "needs constant_denominator"),
         (AlgorithmConfig, {"constant_denominator": 5}, "needs loss_aggregation: constant"),
-        (AlgorithmConfig, {"name": "ppo"}, "Input should be 'm2po'"),
-        (AlgorithmConfig, {"c_clip": 0.5}, "greater than 1"),
+        (AlgorithmConfig, {"advantage_eps": 0.0}, "greater than 0"),
+        (PpoClip, {"c_clip": 0.5}, "greater than 1"),
         (AlgorithmConfig, {"eps": 0.5}, "Extra inputs"),
     ],
 )

@@ -3,12 +3,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from services.common.config.algorithm import AlgorithmConfig, LossName
 from services.common.models import named_weights
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.model import build_policy_model, load_policy_model
 from services.trainer.sharding import Ranks, full_weights, init_ranks
-from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 
 def test_full_weights_have_the_names_that_engines_use_and_tied_ones_once() -> None:
@@ -41,15 +40,11 @@ def test_a_model_loads_from_a_directory(tmp_path) -> None:  # type: ignore[no-un
         assert torch.equal(weight, named_weights(original)[name])
 
 
-def test_registry_and_config_name_the_same_losses() -> None:
-    assert set(ALGORITHMS) == set(LossName.__args__)
-
-
 def test_bfloat16_compute_keeps_float32_master_weights() -> None:
     ranks = init_ranks(timeout_s=30.0, device="cpu", always_group=True)
     try:
         model = build_policy_model(tiny_causal_lm(), ranks, compute_dtype=torch.bfloat16)
-        step = train_step(AlgorithmConfig(name="ppo_clip"))
+        step = train_step(algorithm(name="ppo_clip"))
         exact = step.run(rank_batch(training_sequences(8)))
         sharded = type(step)(model, type(step.optimizer)(model.named_parameters(), step.optimizer.config),
                              step.config, ranks, max_tokens_per_micro_batch=64)  # fmt: skip

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import RankBatch, Segment, TrainingSequence
@@ -18,7 +17,7 @@ from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 from services.trainer.supervised import SupervisedStep
-from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 MEASURED = ("seconds", "tokens_per_second", "tflops", "memory_peak_gib")  # of the clock and the machine
 
@@ -51,7 +50,7 @@ def on_policy(sequences: list[TrainingSequence], temperature: float = 1.0) -> li
 @pytest.mark.parametrize("name", ["m2po", "m2po_mask", "decoupled_ppo", "gspo"])
 def test_replaying_a_batch_from_the_same_state_is_bit_exact(name: str) -> None:
     batch = rank_batch(training_sequences(12, minibatches=3))
-    config = AlgorithmConfig(name=name, entropy_coefficient=0.01)  # type: ignore[arg-type]
+    config = algorithm(name=name, entropy_coefficient=0.01)  # type: ignore[arg-type]
     results = []
     for _ in range(2):
         step = train_step(config)
@@ -64,11 +63,11 @@ def test_replaying_a_batch_from_the_same_state_is_bit_exact(name: str) -> None:
 
 def test_a_step_resumed_from_saved_state_is_bit_exact() -> None:
     batches = [rank_batch(training_sequences(8, seed=s, minibatches=2)) for s in range(2)]
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     step.run(batches[0])
     model_state, optimizer_state = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
     step.run(batches[1])
-    resumed = train_step(AlgorithmConfig(), causal_lm=tiny_causal_lm(seed=7))
+    resumed = train_step(algorithm(), causal_lm=tiny_causal_lm(seed=7))
     resumed.model.load_state_dict(model_state)
     resumed.optimizer.load_state_dict(optimizer_state)
     resumed.run(batches[1])
@@ -77,7 +76,7 @@ def test_a_step_resumed_from_saved_state_is_bit_exact() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_on_policy_data_shows_no_mismatch(temperature: float) -> None:
-    step = train_step(AlgorithmConfig(name="ppo_clip"), temperature=temperature)
+    step = train_step(algorithm(name="ppo_clip"), temperature=temperature)
     metrics = step.run(rank_batch(on_policy(training_sequences(8, minibatches=2), temperature)))
     assert metrics.mismatch_abs < 1e-5
     assert abs(metrics.mismatch_kl) < 1e-6
@@ -85,10 +84,8 @@ def test_on_policy_data_shows_no_mismatch(temperature: float) -> None:
 
 def test_mismatch_is_taken_before_any_update_and_apart_for_fresh_tokens() -> None:
     sequences = training_sequences(8, minibatches=2)
-    metrics = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=10.0)).run(
-        rank_batch(sequences)
-    )
-    again = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=OptimizerConfig(lr=1e-9)).run(rank_batch(sequences))
+    metrics = train_step(algorithm(name="ppo_clip"), optimizer=OptimizerConfig(lr=10.0)).run(rank_batch(sequences))
+    again = train_step(algorithm(name="ppo_clip"), optimizer=OptimizerConfig(lr=1e-9)).run(rank_batch(sequences))
     assert metrics.mismatch_abs == again.mismatch_abs > 0.1
     assert metrics.mismatch_kl == again.mismatch_kl > 0.0
     first = [s for item in sequences if item.minibatch == 0 for s in item.sequence.segments if s.is_policy]
@@ -99,7 +96,7 @@ def test_mismatch_is_taken_before_any_update_and_apart_for_fresh_tokens() -> Non
 def test_decoupled_ppo_on_fresh_data_is_ppo_over_several_minibatches() -> None:
     """Its proximal policy is that of the step's start, which here is also the behaviour policy."""
     batch = rank_batch(on_policy(training_sequences(12, minibatches=3)))
-    steps = [train_step(AlgorithmConfig(name=name)) for name in ("ppo_clip", "decoupled_ppo", "tis")]  # type: ignore[arg-type]
+    steps = [train_step(algorithm(name=name)) for name in ("ppo_clip", "decoupled_ppo", "tis")]  # type: ignore[arg-type]
     for step in steps:
         step.run(batch)
     expected, *others = (weights(s) for s in steps)
@@ -109,7 +106,7 @@ def test_decoupled_ppo_on_fresh_data_is_ppo_over_several_minibatches() -> None:
 
 
 def test_training_makes_rewarded_sequences_likelier() -> None:
-    step = train_step(AlgorithmConfig(name="ppo_clip", eps_clip=0.9, eps_clip_higher=1e6))
+    step = train_step(algorithm(name="ppo_clip", eps_clip=0.9, eps_clip_higher=1e6))
     losses = []
     for _ in range(10):
         batch = rank_batch(training_sequences(8))
@@ -119,7 +116,7 @@ def test_training_makes_rewarded_sequences_likelier() -> None:
 
 def test_a_group_of_equal_rewards_changes_nothing() -> None:
     sequences = [dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)]
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     before = weights(step)
     metrics = step.run(rank_batch(sequences))
     assert metrics.grad_norm == 0.0
@@ -144,7 +141,7 @@ def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
     """The second of three minibatches has a mean ratio of 6, however it is packed."""
     sequences = on_policy(training_sequences(12, minibatches=3))
     sequences = [far_off(s, math.log(6.0)) if s.minibatch == 1 else s for s in sequences]
-    config = AlgorithmConfig(name="ppo_clip", early_stop_ratio=limit)
+    config = algorithm(name="ppo_clip", early_stop_ratio=limit)
     slow = OptimizerConfig(lr=1e-6)  # so that the first update leaves the ratios as they are
     step = train_step(config, optimizer=slow, max_tokens=max_tokens)
     metrics = step.run(rank_batch(sequences))
@@ -152,7 +149,7 @@ def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
     assert step.optimizer.num_updates == 3, "the schedule follows the data"
     assert all(p.grad is None for p in step.model.parameters())
     if applied == 1:
-        alone = train_step(AlgorithmConfig(name="ppo_clip"), optimizer=slow, max_tokens=max_tokens)
+        alone = train_step(algorithm(name="ppo_clip"), optimizer=slow, max_tokens=max_tokens)
         first = [s for s in sequences if s.minibatch == 0]
         alone.run(rank_batch(first))
         for name, value in weights(alone).items():
@@ -160,7 +157,7 @@ def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
 
 
 def test_a_step_whose_every_update_is_left_out_changes_nothing_and_says_so() -> None:
-    step = train_step(AlgorithmConfig(early_stop_ratio=1.5))
+    step = train_step(algorithm(early_stop_ratio=1.5))
     before = weights(step)
     metrics = step.run(rank_batch([far_off(s, 3.0) for s in on_policy(training_sequences(8, minibatches=2))]))
     assert all(torch.equal(before[n], p) for n, p in weights(step).items())
@@ -176,7 +173,7 @@ def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:
 def test_a_sequence_without_trained_tokens_only_counts_as_a_sequence() -> None:
     sequences = training_sequences(4)
     sequences[1] = without_trained_tokens(sequences[1])
-    metrics = train_step(AlgorithmConfig()).run(rank_batch(sequences))
+    metrics = train_step(algorithm()).run(rank_batch(sequences))
     assert metrics.num_sequences == 4
     assert np.isfinite(metrics.loss)
     assert metrics.grad_norm > 0
@@ -185,7 +182,7 @@ def test_a_sequence_without_trained_tokens_only_counts_as_a_sequence() -> None:
 def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
     sequences = training_sequences(4, minibatches=2)
     sequences[:2] = [without_trained_tokens(s) for s in sequences[:2]]
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     metrics = step.run(rank_batch(sequences))
     assert metrics.updates_applied == 1
     assert metrics.updates_skipped == 1
@@ -194,7 +191,7 @@ def test_a_minibatch_without_trained_tokens_is_skipped_and_counted() -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     sequences = [dataclasses.replace(s, group_mean=float("nan")) for s in training_sequences(4)]
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     before = weights(step)
     metrics = step.run(rank_batch(sequences))
     assert metrics.updates_skipped == 1
@@ -206,25 +203,23 @@ def test_wrong_totals_are_refused() -> None:
     batch = rank_batch(training_sequences(4))
     wrong = dataclasses.replace(batch.minibatches[0], num_trained_tokens=1)
     with pytest.raises(InvalidRequestError, match="headers state"):
-        train_step(AlgorithmConfig()).run(dataclasses.replace(batch, minibatches=(wrong,)))
+        train_step(algorithm()).run(dataclasses.replace(batch, minibatches=(wrong,)))
 
 
 def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
-    metrics = train_step(AlgorithmConfig()).run(
-        RankBatch(policy="actor", training_step=1, minibatches=(), sequences=())
-    )
+    metrics = train_step(algorithm()).run(RankBatch(policy="actor", training_step=1, minibatches=(), sequences=()))
     assert metrics.num_sequences == 0
     assert metrics.updates_applied == 0
 
 
 def test_kl_to_a_reference_needs_one() -> None:
     with pytest.raises(ConfigError, match="needs a reference model"):
-        train_step(AlgorithmConfig(kl_coefficient=0.1))
+        train_step(algorithm(kl_coefficient=0.1))
 
 
 def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
     batch = rank_batch(training_sequences(4))
-    config = AlgorithmConfig(name="ppo_clip", kl_coefficient=0.1)
+    config = algorithm(name="ppo_clip", kl_coefficient=0.1)
     itself = train_step(config, reference=tiny_causal_lm()).run(batch)
     other = train_step(config, reference=tiny_causal_lm(seed=1)).run(batch)
     assert itself.kl_reference == pytest.approx(0.0, abs=1e-6)
@@ -233,7 +228,7 @@ def test_the_kl_to_oneself_is_zero_and_to_another_is_not() -> None:
 
 def test_a_kl_in_the_reward_moves_the_policy_toward_the_reference_and_lowers_the_kl() -> None:
     sequences = [dataclasses.replace(s, group_mean=s.sequence.reward) for s in on_policy(training_sequences(12))]
-    config = AlgorithmConfig(name="reinforce", kl_reward_coefficient=1.0, log_ratio_clamp=20.0)
+    config = algorithm(name="reinforce", kl_reward_coefficient=1.0, log_ratio_clamp=20.0)
     step = train_step(config, reference=tiny_causal_lm(seed=1), optimizer=OptimizerConfig(lr=1e-3))
     assert step.reference is not None
     metrics = step.run(rank_batch(sequences))
@@ -247,7 +242,7 @@ def test_advantages_pay_the_kl_from_a_token_to_the_end_of_its_sequence() -> None
     """Against a plain loop over sequences; normalised, the whole batch has mean 0 and deviation 1."""
     sequences, plain_reference = training_sequences(6, minibatches=2), tiny_causal_lm(seed=1)
     for normalized in (False, True):
-        config = AlgorithmConfig(kl_reward_coefficient=0.3, batch_normalize_advantages=normalized)
+        config = algorithm(kl_reward_coefficient=0.3, batch_normalize_advantages=normalized)
         step = train_step(config, reference=tiny_causal_lm(seed=1), max_tokens=20)
         packed = step._pack(rank_batch(sequences), Sums(torch.device("cpu")))
         found = torch.cat([m.advantages for minibatch in packed for m in minibatch])
@@ -271,7 +266,7 @@ def test_advantages_pay_the_kl_from_a_token_to_the_end_of_its_sequence() -> None
 
 
 def test_the_reference_stays_as_it_was() -> None:
-    step = train_step(AlgorithmConfig(name="ppo_clip", kl_coefficient=0.5), reference=tiny_causal_lm(seed=1))
+    step = train_step(algorithm(name="ppo_clip", kl_coefficient=0.5), reference=tiny_causal_lm(seed=1))
     assert step.reference is not None
     before = [p.detach().clone() for p in step.reference.parameters()]
     step.run(rank_batch(training_sequences(4)))
@@ -284,7 +279,7 @@ def supervised_documents() -> list[Document]:
 
 
 def test_supervised_loss_is_cross_entropy_over_masked_tokens() -> None:
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
     documents = supervised_documents()
     plain, total = tiny_causal_lm(), 0.0
@@ -300,7 +295,7 @@ def test_supervised_loss_is_cross_entropy_over_masked_tokens() -> None:
 
 
 def test_supervised_documents_that_train_nothing_change_nothing() -> None:
-    step = train_step(AlgorithmConfig())
+    step = train_step(algorithm())
     supervised = SupervisedStep(step.model, step.optimizer, Ranks.single(), max_tokens_per_micro_batch=20)
     before = weights(supervised)
     assert supervised.run([Document.supervised(np.zeros(4), np.zeros(4, dtype=bool))]).loss == 0.0
@@ -320,8 +315,8 @@ def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
         )
         for item in sequences[:4]
     ]
-    whole = train_step(AlgorithmConfig()).run(rank_batch(sequences))
-    half = train_step(AlgorithmConfig()).run(rank_batch(kept + sequences[4:]))
+    whole = train_step(algorithm()).run(rank_batch(sequences))
+    half = train_step(algorithm()).run(rank_batch(kept + sequences[4:]))
     fresh = [
         sum(s.num_tokens for item in items for s in item.sequence.segments if s.is_policy and s.weight_version == 4)
         for items in (sequences, sequences[4:])

@@ -8,11 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.trainer.attention import Documents
 from services.trainer.model import PolicyModel
 from services.trainer.usage import PEAK_TFLOPS, ForwardCost, peak_flops
-from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 LENGTH = 12
 
@@ -44,7 +43,7 @@ def test_the_formula_counts_what_torch_counts(make) -> None:  # type: ignore[no-
 
 def test_a_step_tells_its_operations_memory_and_share_of_the_peak() -> None:
     sequences = training_sequences(8)
-    step = train_step(AlgorithmConfig(name="ppo_clip"), max_tokens=30)
+    step = train_step(algorithm(name="ppo_clip"), max_tokens=30)
     metrics = step.run(rank_batch(sequences))
     cost = ForwardCost.of(step.model)
     assert cost is not None and metrics.tflops is not None
@@ -55,7 +54,7 @@ def test_a_step_tells_its_operations_memory_and_share_of_the_peak() -> None:
     assert metrics.memory_peak_gib > 0.05
     assert metrics.mfu is None and "mfu" not in metrics.as_dict(), "nobody knows what this CPU can do"
 
-    known = train_step(AlgorithmConfig(name="ppo_clip"), peak_flops=1e12).run(rank_batch(sequences))
+    known = train_step(algorithm(name="ppo_clip"), peak_flops=1e12).run(rank_batch(sequences))
     assert known.mfu == pytest.approx(known.tflops) and known.as_dict()["mfu"] == known.mfu
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import CorruptDataError, ModelMismatchError
 from services.trainer.checkpoint import META, CheckpointFailedError, CheckpointIdentity, Checkpoints
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
-from tests.unit.trainer.building import tiny_causal_lm, train_step
+from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 from tests.unit.trainer_service.building import batch_of
 
 IDENTITY = CheckpointIdentity(run_id="r", policy="p")
@@ -25,7 +24,7 @@ IDENTITY = CheckpointIdentity(run_id="r", policy="p")
 
 def make_step(**settings: Any) -> TrainStep:
     optimizer = OptimizerConfig(lr=1e-2, schedule="linear", total_updates=12)
-    return train_step(AlgorithmConfig(), optimizer=optimizer, causal_lm=tiny_causal_lm(**settings))
+    return train_step(algorithm(), optimizer=optimizer, causal_lm=tiny_causal_lm(**settings))
 
 
 def open_in(directory: Path, keep: int = 2, identity: CheckpointIdentity = IDENTITY) -> Checkpoints:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ModelMismatchError, VersionConflictError
 from services.common.types import RankBatch, WeightVersion
 from services.trainer import loop as loop_module
 from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
 from services.trainer.loop import TrainingLoop
 from services.trainer.sharding import Ranks
-from tests.unit.trainer.building import train_step
+from tests.unit.trainer.building import algorithm, train_step
 from tests.unit.trainer_service.building import DigestPublisher, batch_of
 
 STEPS = 5
@@ -66,7 +65,7 @@ class Trainer:
     """A process life: fresh model, the checkpoints of its predecessors."""
 
     def __init__(self, directory: Path, link: FakeLink, checkpoint_every: int = 2) -> None:
-        self.step = train_step(AlgorithmConfig())
+        self.step = train_step(algorithm())
         self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
         self.link = link
         self.loop = TrainingLoop(

@@ -1,0 +1,36 @@
+"""What a loss must return. A loss that returns something else ends the run: training never goes on from it."""
+
+from __future__ import annotations
+
+import torch
+
+from services.common.errors import ConfigError
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+
+
+class LossError(ConfigError):
+    """A policy loss returned what cannot be trained on; the message names the loss, the step and what was expected."""
+
+
+def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
+    """``where`` names loss and step.
+
+    Raises:
+        LossError: the result is no ``PolicyLoss`` of one floating-point number per token.
+    """
+    expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {list(tokens.logprobs.shape)}"
+    if not isinstance(result, PolicyLoss):
+        raise LossError(f"{where} returned a {type(result).__name__}; expected {expected}")
+    per_token = result.per_token
+    if not isinstance(per_token, torch.Tensor):
+        raise LossError(f"{where} returned a per_token of type {type(per_token).__name__}; expected {expected}")
+    if per_token.shape != tokens.logprobs.shape or not per_token.is_floating_point():
+        raise LossError(
+            f"{where} returned a per_token of shape {list(per_token.shape)} and {per_token.dtype}; expected {expected}"
+        )
+
+
+def num_not_finite(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+    """Trained tokens whose loss is NaN or infinite although all that the loss was given is finite. [] int64"""
+    finite = tokens.logprobs.isfinite() & tokens.behaviour.isfinite() & tokens.advantages.isfinite()
+    return (tokens.mask & finite & ~per_token.isfinite()).sum()

@@ -1,0 +1,83 @@
+"""Settings of the losses: a union by name, in which a setting that the chosen loss does not read is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.config.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.losses import DEFAULT_LOSS, IMPORT_PATH, LOSS_CLASSES, Gspo, LossByPath, M2po
+from services.common.config.policy import PolicyConfig
+from services.common.errors import ConfigError
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"
+
+
+def load(*settings: str) -> PolicyConfig:
+    return load_recipe(QUICKSTART, [f"policies.model0.algorithm.{s}" for s in settings], {}).policies["model0"]
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSS_CLASSES) - {IMPORT_PATH}))
+def test_a_name_chooses_its_settings_class(name: str) -> None:
+    section = PolicyConfig.model_validate({"algorithm": {"name": name}}).algorithm
+    assert type(section) is LOSS_CLASSES[name]
+    assert section.name == name
+
+
+def test_without_a_name_the_loss_is_the_default() -> None:
+    assert type(PolicyConfig.model_validate({"algorithm": {"kl_coefficient": 0.1}}).algorithm) is M2po
+    assert PolicyConfig().algorithm.name == DEFAULT_LOSS
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("c_clip=3",), ("model0.algorithm.c_clip: c_clip is no setting of m2po; ", "ppo_clip, grpo", " have it")),
+        (("name=reinforce", "sapo_tau_negative=2"), ("sapo_tau_negative is no setting of reinforce; sapo has it",)),
+        (("name=gspo", "c_clip=3"), ("c_clip is no setting of gspo",)),
+        (("name=my_losses:clipped", "eps_clip=.1"), (f"eps_clip is no setting of {IMPORT_PATH}",)),
+        (("settings={a: 1}",), (f"settings is no setting of m2po; {IMPORT_PATH} has it",)),
+        (("m2po_treshold=.1",), ("algorithm.m2po_treshold: unknown key; did you mean 'm2po_threshold'?",)),
+        (("name=ppoo",), ("algorithm.name: 'ppoo' is not valid", "'m2po'", IMPORT_PATH)),
+        (("name=my losses:clipped",), ("algorithm.name: 'my losses:clipped' is not valid",)),
+        (("name=[1]",), ("algorithm.name: '[1]' is not valid",)),
+        (("advantage_eps=0",), ("algorithm.advantage_eps: 0 is not valid: it should be greater than 0",)),
+        (("loss_aggregation=constant",), ("algorithm: loss_aggregation: constant needs constant_denominator",)),
+    ],
+)
+def test_what_a_loss_ignores_is_refused_with_the_losses_that_have_it(
+    settings: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(*settings)
+    assert all(part in caught.value.message for part in told), caught.value.message
+
+
+@pytest.mark.parametrize("section", ["3", "[]", "m2po"])
+def test_a_section_that_is_no_mapping_is_refused(section: str) -> None:
+    with pytest.raises(ConfigError, match=r"policies.model0.algorithm: .*[Ww]rite keys and values below it"):
+        load_recipe(QUICKSTART, [f"policies.model0.algorithm={section}"], {})
+
+
+def test_the_widths_of_gspo_are_those_of_its_paper() -> None:
+    assert (Gspo().eps_clip, Gspo().eps_clip_higher) == (3e-4, 4e-4)
+
+
+def test_a_run_reads_back_the_loss_that_it_saved(tmp_path: Path) -> None:
+    for settings in (["name=grpo", "c_clip=3"], ["name=my_losses:clipped", "settings={eps: 0.1, deep: {a: [1]}}"]):
+        recipe = load_recipe(QUICKSTART, [f"policies.model0.algorithm.{s}" for s in settings], {})
+        save_resolved(recipe, tmp_path)
+        again = load_resolved(tmp_path).policies["model0"].algorithm
+        assert again == recipe.policies["model0"].algorithm
+        assert json.loads(again.model_dump_json())["name"] == settings[0].removeprefix("name=")
+
+
+def test_the_settings_of_a_loss_by_path_are_free() -> None:
+    section = load("name=my_losses:clipped", "settings={eps: 0.1}").algorithm
+    assert isinstance(section, LossByPath)
+    assert section.settings == {"eps": 0.1}
+    with pytest.raises(ValidationError):
+        LossByPath(name="no_colon")

@@ -1,0 +1,105 @@
+"""A loss that is named by import path: what it is given, and what it may not return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.errors import ConfigError
+from services.trainer.algorithms import algorithm_of
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+from services.trainer.algorithms.checks import LossError
+from services.trainer.micro_batches import MicroTensors
+from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
+
+not_a_function = 3
+
+
+def returned(tokens: TokenBatch, settings: Mapping[str, Any]) -> object:
+    """The policy gradient, spoilt as the settings ask."""
+    loss = -tokens.advantages * tokens.logprobs
+    match settings["as"]:
+        case "nan":
+            return PolicyLoss(per_token=loss.where(torch.arange(len(loss)) != 1, torch.nan))
+        case "infinity":
+            return PolicyLoss(per_token=loss / 0.0)
+        case "a mean":
+            return PolicyLoss(per_token=loss.mean())
+        case "integers":
+            return PolicyLoss(per_token=loss.long())
+        case "a list":
+            return PolicyLoss(per_token=loss.tolist())
+        case "a tensor":
+            return loss
+    assert (tokens.proximal is not None) == settings["as"].startswith("proximal")
+    return PolicyLoss(per_token=loss, counts={"seen_tokens": tokens.mask.sum()})
+
+
+def by_path(what: str, **settings: Any) -> Any:
+    return algorithm(f"{__name__}:returned", settings={"as": what}, **settings)
+
+
+def test_it_trains_as_the_loss_that_it_is() -> None:
+    batch = rank_batch(training_sequences(8))
+    own, plain = train_step(by_path("is")).run(batch), train_step(algorithm("reinforce")).run(batch)
+    assert own.grad_norm == plain.grad_norm and own.loss == plain.loss
+    assert own.algorithm["seen_share"] == 1.0
+
+
+def test_it_gets_proximal_log_probabilities_where_it_asks_for_them() -> None:
+    train_step(by_path("proximal", proximal=True)).run(rank_batch(training_sequences(8)))
+
+
+@pytest.mark.parametrize("max_tokens", [64, 10_000])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("nan", "returned NaN or infinity for"),
+        ("infinity", "returned NaN or infinity for"),
+        ("a mean", r"returned a per_token of shape \[\] and torch.float"),
+        ("integers", "torch.int64"),
+        ("a list", "returned a per_token of type list"),
+        ("a tensor", "returned a Tensor; expected a PolicyLoss"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_ends_the_step_before_the_optimizer(
+    what: str, told: str, max_tokens: int
+) -> None:
+    step = train_step(by_path(what), max_tokens=max_tokens)
+    before = {name: weight.clone() for name, weight in step.model.named_parameters()}
+    with pytest.raises(LossError, match=told) as caught:
+        step.run(rank_batch(training_sequences(8), step=5))
+    assert f"{__name__}:returned at training step 5, minibatch 0," in caught.value.message
+    assert "expected" in caught.value.message
+    assert step.optimizer.num_updates == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in step.model.named_parameters())
+
+
+def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing is finite that the loss was given; the update is skipped and counted, as every other."""
+    step = train_step(algorithm("ppo_clip"))
+
+    def broken(model: Any, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = model(
+            batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
+        )
+        return logprobs * torch.nan, entropy
+
+    monkeypatch.setattr("services.trainer.step.forward", broken)
+    assert step.run(rank_batch(training_sequences(8))).updates_skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no_such_module:loss", "there is no module 'no_such_module'"),
+        (f"{__name__}:absent", "has no 'absent'"),
+        (f"{__name__}:not_a_function", "is of type int, and no function"),
+    ],
+)
+def test_a_path_that_leads_to_no_function_is_refused(path: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        algorithm_of(algorithm(path))
