@@ -41,9 +41,9 @@ class StepFact(enum.StrEnum):
     sequences.
     """
 
-    SEQUENCES_EXPIRED = "sequences_expired"  # finished and dropped as too old
+    SEQUENCES_EXPIRED = "sequences_expired"  # finished, and nothing of them may be trained any more
     TOKENS_EXPIRED = "tokens_expired"  # that the policy wrote in them
     SLOTS_CANCELLED = "slots_cancelled"  # stopped at their replica as too old: failures with the reason TOO_OLD
-    SEQUENCES_CUT = "sequences_cut"  # some of their tokens are masked
-    SEQUENCES_MASKED = "sequences_masked"  # all of their tokens are masked
+    SEQUENCES_MASKED = "sequences_masked"  # their oldest tokens are masked; those of which all would be are expired
     TOKENS_MASKED = "tokens_masked"
+    LATE_WAIT_S = "late_wait_s"  # that the batch waited for groups that were due, in seconds

@@ -132,6 +132,11 @@ class Sequence:
         return min(versions) if versions else None
 
     @property
+    def max_version(self) -> int | None:
+        """Newest weight version among the trained tokens; None when there is none."""
+        return max((s.weight_version for s in self.segments if s.is_policy and s.num_tokens), default=None)
+
+    @property
     def token_ids(self) -> TokenIds:  # [num_tokens]
         return np.concatenate([s.token_ids for s in self.segments]) if self.segments else np.zeros(0, dtype=np.int32)
 

@@ -19,12 +19,21 @@ from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.orchestrator.buffer.late import LateRule
 from services.orchestrator.buffer.replay import ReplayStore
 from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
-from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
+from services.orchestrator.groups import (
+    AdvantageGroup,
+    Member,
+    Outcome,
+    TaskGroup,
+    advantage_groups,
+    dynamic_sampling,
+)
 from services.orchestrator.journal.records import BatchRecord, Verdict
 from services.orchestrator.members import member_fates
+from services.orchestrator.unfinished import UnfinishedGroups
 
 
 @dataclass(slots=True)
@@ -36,6 +45,8 @@ class StepStatistics:
     num_failures: int = 0
     num_groups_equal: int = 0
     num_expired: int = 0
+    num_tokens_expired: int = 0
+    num_cancelled: int = 0
     roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
     num_shaped: int = 0  # sequences whose length was judged
     num_overlong: int = 0
@@ -54,6 +65,8 @@ class StepStatistics:
             "failures": float(self.num_failures),
             "groups_equal_dropped": float(self.num_groups_equal),
             fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
+            fates.StepFact.TOKENS_EXPIRED.value: float(self.num_tokens_expired),
+            fates.StepFact.SLOTS_CANCELLED.value: float(self.num_cancelled),
         }
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
@@ -81,12 +94,17 @@ class Experience:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self.buffers = {
-            name: ExperienceBuffer(batch.fresh_size, batch.max_staleness, batch.order)
+            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
             for name, batch in policies.items()
         }
         self.admission = Admission(
             {
-                name: Limits(batch_size=batch.fresh_size, max_staleness=batch.max_staleness, num_steps=num_steps)
+                name: Limits(
+                    batch_size=batch.fresh_size,
+                    max_staleness=batch.max_staleness,
+                    num_steps=num_steps,
+                    counts_unfinished=batch.late == "drop",
+                )
                 for name, batch in policies.items()
             },
             admit,
@@ -99,18 +117,44 @@ class Experience:
         self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
+        self.unfinished = UnfinishedGroups()
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
         """The policies that a task group may bring sequences for."""
         return group.order.policies or tuple(self._policies)
 
     def issued(self, group: TaskGroup) -> None:
+        """A training group was issued; ``group.born`` says on which versions its slots begin."""
+        self.unfinished.add(group)
         self.admission.issued(len(group.unresolved), self.policies_of(group))
+
+    def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
+        """The open slots of a training group begin again, on these versions."""
+        self.unfinished.remove(group)
+        group.born = dict(born)
+        self.unfinished.add(group)
+
+    def due(self, policy: str) -> list[TaskGroup]:
+        """Unfinished groups whose open slots began on a version that the policy's next step is the last to train."""
+        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+
+    def is_due_everywhere(self, group: TaskGroup) -> bool:
+        """The same for every policy of the group that has steps left."""
+        return all(
+            group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            for policy in self.policies_of(group)
+            if self.admission.accounts[policy].steps_left > 0
+        )
+
+    def _oldest_allowed(self, policy: str) -> int:
+        return self.buffers[policy].version - self._policies[policy].max_staleness
 
     def cancelled(self, group: TaskGroup) -> None:
         """Nothing more is wanted of a training group that is still running."""
+        self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
         for policy, count in _sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
             self.admission.returned(policy, count)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
@@ -127,11 +171,16 @@ class Experience:
                 statistics.note_roles(policy, outcome)
                 statistics.reward_sum += outcome.reward
                 statistics.num_trajectories += 1
+            elif outcome.reason == fates.TOO_OLD:
+                statistics.num_cancelled += 1
             else:
                 statistics.num_failures += 1
         return self._completed(group) if group.complete else []
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
+        self.unfinished.remove(group)
+        for policy, count in _sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
         verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
         if verdicts:
             self._on_judged(group.id, verdicts)
@@ -141,7 +190,7 @@ class Experience:
         return verdicts
 
     def _take_in(self, group: AdvantageGroup) -> Verdict:
-        outcome, kept = self._judge(group)
+        outcome, kept, num_expired = self._judge(group)
         return Verdict(
             policy=group.policy,
             role=group.role,
@@ -152,10 +201,12 @@ class Experience:
             std=kept.std if kept else group.std,
             outcome=outcome,
             members=member_fates(group, kept, outcome, self._policies[group.policy].resample),
+            num_expired=num_expired,
         )
 
-    def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None]:
-        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it."""
+    def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
+        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it, and how many of its
+        members are too old."""
         policy = group.policy
         config = self._policies[policy]
         _, dropped = dynamic_sampling([group], config.dynamic_sampling)
@@ -163,7 +214,7 @@ class Experience:
             self._since_batch[policy].num_groups_equal += 1
             self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, "sequences_filtered_equal_rewards")
-            return fates.GroupFate.EQUAL_REWARDS, None
+            return fates.GroupFate.EQUAL_REWARDS, None, 0
         if config.resample is not None:
             kept = resample_group(group, config.resample)
             left_out = group.size - (kept.size if kept else 0)
@@ -171,21 +222,30 @@ class Experience:
             self._counters["sequences_resampled_away"] += left_out
             if kept is None:
                 self._since_batch[policy].num_groups_equal += 1
-                return fates.GroupFate.RESAMPLED_AWAY, None
+                return fates.GroupFate.RESAMPLED_AWAY, None, 0
             group = kept
         if config.overlong_penalty is not None:
             group = self._shaped(group, config.overlong_penalty)
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
-            return fates.GroupFate.SURPLUS, None
-        if not self.buffers[policy].add(group):
-            self._since_batch[policy].num_expired += group.size
-            self._drop(group, "sequences_expired")
-            return fates.GroupFate.EXPIRED, None
+            return fates.GroupFate.SURPLUS, None, 0
+        kept, old = self.buffers[policy].add(group)
+        self._expire(policy, old)
+        if kept is None:
+            return fates.GroupFate.EXPIRED, None, len(old)
         self._buffered[group.task_group_id] += 1
-        self.num_kept[policy] += group.size
+        self.num_kept[policy] += kept.size
         self.num_filtered_in_a_row[policy] = 0
-        return fates.GroupFate.KEPT, group
+        return fates.GroupFate.KEPT, kept, len(old)
+
+    def _expire(self, policy: str, members: list[Member]) -> None:
+        """Nothing of these members may be trained any more."""
+        num_tokens = sum(member.sequence.num_trained_tokens for member in members)
+        self._since_batch[policy].num_expired += len(members)
+        self._since_batch[policy].num_tokens_expired += num_tokens
+        self._counters["sequences_expired"] += len(members)
+        self._counters["tokens_expired"] += num_tokens
+        self.admission.returned(policy, len(members))
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
         shaped, penalties = shape_group(group, config)
@@ -209,10 +269,14 @@ class Experience:
         groups = self.buffers[policy].take()
         statistics = self._since_batch[policy].summary()
         self._since_batch[policy] = StepStatistics()
-        self._in_training[policy, training_step] = sum(group.size for group in groups)
+        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
         if self.replay[policy].enabled:
             self._fresh[policy, training_step] = groups
         return groups, statistics
+
+    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
+        self._in_training[policy, training_step] = num_sequences
+        self.admission.taken(policy, num_sequences)
 
     def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
         """Trained groups that fill a batch of so many fresh sequences up, as far as any are young enough."""
@@ -245,19 +309,19 @@ class Experience:
         self._since_batch[policy] = StepStatistics()
         missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
         self.admission.accounts[policy].accepted += missing
-        self._in_training[policy, record.training_step] = len(fresh)
+        self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
 
     def advanced(self, policy: str, version: int) -> None:
         """A version was published: its batch is trained, and what is now too old leaves."""
         self.admission.advanced(policy, version)
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
-            self.admission.returned(policy, self._in_training.pop(key))
+            self.admission.trained(policy, self._in_training.pop(key))
         self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
-        for group in self.buffers[policy].advance(version):
-            self._since_batch[policy].num_expired += group.size
-            self._drop(group, "sequences_expired")
-            self._left_buffer(group, fates.ClosedReason.EXPIRED)
+        for group, old in self.buffers[policy].advance(version):
+            self._expire(policy, old)
+            if len(old) == group.size:
+                self._left_buffer(group, fates.ClosedReason.EXPIRED)
 
     def _left_buffer(self, group: AdvantageGroup, reason: fates.ClosedReason) -> None:
         name = group.task_group_id

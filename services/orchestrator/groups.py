@@ -27,6 +27,7 @@ class TaskGroup:
     position: int = -1  # in the curriculum, or in the evaluation data
     evaluation: str = ""  # the evaluation pass that it belongs to
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
     num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
 
     @property
@@ -68,7 +69,9 @@ class Member:
     """One sequence of an advantage group."""
 
     sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
-    sequence: Sequence
+    sequence: Sequence  # as it is trained: what is masked has become environment
+    trained_from: int = 0  # policy tokens of older versions are masked
+    num_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ class AdvantageGroup:
     members: tuple[Member, ...]
     mean: float
     std: float  # sample standard deviation (N - 1); 1 for a singleton
+    num_compared: int  # members that mean and std are of; those that became too old are members no longer
 
     @property
     def size(self) -> int:
@@ -131,7 +135,7 @@ def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = Mapping
         groups.append(
             AdvantageGroup(
                 task_group_id=group.id, policy=policy, role=role, attempt=attempt,
-                members=tuple(found), mean=mean, std=std,
+                members=tuple(found), mean=mean, std=std, num_compared=len(found),
             )
         )  # fmt: skip
     return groups
@@ -166,7 +170,7 @@ def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGro
     """The same group of these members, its statistics stamped anew."""
     members = tuple(found)
     mean, std = statistics([member.sequence.reward for member in members])
-    return replace(group, members=members, mean=mean, std=std)
+    return replace(group, members=members, mean=mean, std=std, num_compared=len(members))
 
 
 def dynamic_sampling(

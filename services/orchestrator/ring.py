@@ -89,7 +89,14 @@ class Ring:
         )
         self.batches = {
             name: Batches(
-                name, config, self.experience, journal, lambda: JournalReader(journal.directory), self._may_begin
+                name,
+                config,
+                self.experience,
+                journal,
+                lambda: JournalReader(journal.directory),
+                self._may_begin,
+                lambda groups: self.giving_up.cancel_too_old(groups),
+                clock,
             )
             for name, config in batch_configs.items()
         }
@@ -203,7 +210,7 @@ class Ring:
         policy = version.policy
         if self.ledgers[policy].record(version):
             self.experience.advanced(policy, version.number)
-            self.batches[policy].newest_version = version.number
+            self.batches[policy].published(version.number)
             self.last_metrics[policy] = dict(metrics)
             if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()

@@ -20,6 +20,7 @@ class Fate(enum.StrEnum):
     MASKED = "masked"  # in a batch, but no part of the loss
     TOO_OLD = "too_old"  # finished, and dropped for its staleness
     SURPLUS = "surplus"  # its policy could not use it any more
+    TRUNCATED = "truncated"  # cut by its budget, and rollout.on_truncation masks such
     RESAMPLED_AWAY = "resampled_away"  # batch.resample chose others
     EQUAL_REWARDS = "equal_rewards"  # batch.dynamic_sampling: nothing to learn from the group
     SIBLINGS = "waiting_for_siblings"  # finished; its task group is not complete
@@ -52,7 +53,7 @@ class Fate(enum.StrEnum):
 
 
 _IN_FLIGHT = frozenset({Fate.IN_TRAINING, Fate.BUFFERED, Fate.SIBLINGS, Fate.PLAYING})
-_DROPPED = frozenset({Fate.TOO_OLD, Fate.SURPLUS, Fate.RESAMPLED_AWAY, Fate.EQUAL_REWARDS})
+_DROPPED = frozenset({Fate.TOO_OLD, Fate.SURPLUS, Fate.TRUNCATED, Fate.RESAMPLED_AWAY, Fate.EQUAL_REWARDS})
 _WITHOUT_TOKENS = frozenset({Fate.PLAYING, Fate.STOPPED, Fate.TIMED_OUT, Fate.FAILED, Fate.EMPTY})
 _ORDER = {fate: number for number, fate in enumerate(Fate)}
 

@@ -33,10 +33,9 @@ from services.orchestrator.journal.records import MemberFate, Verdict
 Place = tuple[int, int]  # slot of a rollout, position in its trajectory
 
 _OF_VERDICT = {
-    GroupFate.EQUAL_REWARDS: Fate.EQUAL_REWARDS,
-    GroupFate.RESAMPLED_AWAY: Fate.RESAMPLED_AWAY,
-    GroupFate.SURPLUS: Fate.SURPLUS,
-    GroupFate.EXPIRED: Fate.TOO_OLD,
+    fate: Fate.TOO_OLD if fate is GroupFate.EXPIRED else Fate(fate.value)
+    for fate in GroupFate
+    if fate is not GroupFate.KEPT
 }
 _CANCELLED = (ClosedReason.STEPS_DONE, ClosedReason.RUN_ENDED)
 

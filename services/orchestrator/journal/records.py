@@ -44,6 +44,7 @@ class GroupRecord:
     evaluation: str
     replica_id: str
     incarnation: str
+    born: Mapping[str, int] = field(default_factory=dict)  # policy -> version that the replica held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "evaluation": record.evaluation,
         "replica_id": record.replica_id,
         "incarnation": record.incarnation,
+        "born": _versions_to_json(record.born),
     }
 
 
@@ -144,12 +146,23 @@ def group_from_json(record: Json) -> GroupRecord:
         evaluation=record["evaluation"],
         replica_id=record["replica_id"],
         incarnation=record["incarnation"],
+        born=born_from_json(record),
     )
 
 
-def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str) -> Json:
-    """Open slots of a task group were issued again."""
-    return {"task_group_id": task_group_id, "replica_id": replica_id, "incarnation": incarnation}
+def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, born: Mapping[str, int]) -> Json:
+    """Open slots of a task group were issued again; ``born``: on which versions they begin."""
+    return {
+        "task_group_id": task_group_id,
+        "replica_id": replica_id,
+        "incarnation": incarnation,
+        "born": _versions_to_json(born),
+    }
+
+
+def born_from_json(record: Json) -> dict[str, int]:
+    """Of the record of a task group or of an assignment; journals that lack it know of no version."""
+    return _versions_from_json(record.get("born", []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

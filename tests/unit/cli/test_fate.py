@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -104,7 +105,7 @@ async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: W
 
 
 async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(worlds: Worlds) -> None:
-    world = worlds(max_staleness=0)
+    world = worlds(max_staleness=0, late="drop")
     replica, orders = await begin(world)
     for order in orders:
         await bring(world, order, [0.0, 1.0, 0.0, 1.0])
@@ -158,8 +159,8 @@ async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:
     world.ring.cancel_training_groups(ClosedReason.RUN_ENDED)
     await world.settle()
     total = fates_of(world).total("model0")
-    assert total.groups == {Fate.CANCELLED: 4}
-    assert (total.rollouts[Fate.CANCELLED], total.tokens[Fate.CANCELLED]) == (16, 6)
+    assert total.groups == {Fate.CANCELLED: total.issued_groups}
+    assert (total.rollouts[Fate.CANCELLED], total.tokens[Fate.CANCELLED]) == (total.issued_rollouts, 6)
 
 
 async def test_policies_are_told_apart_and_one_that_said_nothing_has_no_sequence(worlds: Worlds) -> None:
@@ -178,8 +179,25 @@ async def test_policies_are_told_apart_and_one_that_said_nothing_has_no_sequence
     assert (checker.sampled_sequences, checker.sampled_tokens, checker.rollouts[Fate.EMPTY]) == (2, 5, 3)
 
 
+async def test_the_old_tokens_of_a_late_sequence_are_masked_and_the_young_ones_trained(worlds: Worlds) -> None:
+    world = worlds(max_staleness=0, late="mask")
+    _, orders = await begin(world)
+    await world.publish(1)  # of a trainer that went on without them
+    for order in orders[:2]:
+        for index in range(4):
+            both = dataclasses.replace(
+                sequence(index % 2, 0, 3), segments=sequence(0, 0, 3).segments + sequence(0, 1, 2).segments
+            )
+            await world.send(trajectory(order.task_group_id, index, both, reward=index % 2))
+    world.ring.batches["model0"].newest_step = 1
+    await world.trainer_side.pull_batch("model0", 2, 1.0)
+    await world.publish(2)
+    await world.settle()
+    assert fates_of(world).total("model0").tokens == {Fate.TRAINED: 16, Fate.MASKED: 24}
+
+
 async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
-    """From the batch record, whatever masks them."""
+    """From the batch record, whatever masks them, also a whole sequence."""
     world = worlds()
     _, orders = await begin(world)
     for order in orders[:2]:

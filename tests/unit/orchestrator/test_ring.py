@@ -94,7 +94,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
 async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds()
+    world = worlds(late="drop")  # the finished sibling holds its place: no other task group is issued
     replica = world.join()
     await world.publish(0)
     world.train()
@@ -253,7 +253,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
 async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(max_staleness=0)
+    world = worlds(max_staleness=0, late="drop")
     await world.publish(0)
     world.train()
     replica = world.join()
@@ -269,7 +269,7 @@ async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_w
 async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_be_trained_in_time(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds()  # batches of 8, max_staleness 1: 16 may be outstanding
+    world = worlds(late="drop")  # batches of 8, max_staleness 1: 16 may be outstanding
     await world.publish(0)
     world.train()
     replica = world.join()
