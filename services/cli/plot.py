@@ -78,9 +78,9 @@ def _draw_policy(axes: Any, steps: list[Row], *, label: str, color: str, style: 
     def line(place: tuple[int, int], title: str, key: str, what: str = "", style: str = style) -> None:
         _line(axes[place], title, "training step", _series(steps, key), f"{label} {what}".rstrip(), color, style)
 
-    line((0, 0), "reward", "reward_mean", "train")
+    line((0, 0), "reward", "rollout_reward_mean", "rollouts")
     for number, role in enumerate(roles):
-        line((0, 0), "reward", role, role.removeprefix("reward/"), (":", "-.", "--")[number % 3])
+        line((0, 0), "reward", role, role.removeprefix("rollout_reward/"), (":", "-.", "--")[number % 3])
     line((0, 1), "response length (tokens)", "response_tokens_mean")
     line((0, 2), "staleness (versions)", "staleness_mean", "mean")
     line((0, 2), "staleness (versions)", "staleness_max", "max", ":")
@@ -103,7 +103,7 @@ def _draw_throughput(axes: Any, rows: list[Row], prefix: str, color: str, color_
 
 def _roles(steps: list[Row]) -> list[str]:
     """Keys of the rewards by role and attempt."""
-    return sorted({key for row in steps for key in row if key.startswith("reward/")})
+    return sorted({key for row in steps for key in row if key.startswith("rollout_reward/")})
 
 
 def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:

@@ -60,8 +60,9 @@ class StepStatistics:
                 self.roles[role] = (total + sequence.reward, count + 1)
 
     def summary(self) -> dict[str, float]:
-        """Without ``reward_mean`` when no trajectory came in since."""
+        """Without ``rollout_reward_mean`` when no trajectory came in since."""
         values = {
+            "rollouts_finished": float(self.num_trajectories),
             "failures": float(self.num_failures),
             "groups_equal_dropped": float(self.num_groups_equal),
             fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
@@ -69,8 +70,8 @@ class StepStatistics:
             fates.StepFact.SLOTS_CANCELLED.value: float(self.num_cancelled),
         }
         if self.num_trajectories:
-            values["reward_mean"] = self.reward_sum / self.num_trajectories
-        values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
+            values["rollout_reward_mean"] = self.reward_sum / self.num_trajectories
+        values |= {f"rollout_reward/{role}": total / count for role, (total, count) in self.roles.items()}
         if self.num_shaped:
             values["overlong_share"] = self.num_overlong / self.num_shaped
             values["overlong_penalty_mean"] = self.penalty_sum / self.num_shaped

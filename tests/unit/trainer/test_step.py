@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.cli.metrics_catalogue import step_metric
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import RankBatch, Segment, TrainingSequence
@@ -324,3 +325,9 @@ def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
     assert half.fresh_share / whole.fresh_share == pytest.approx(fresh[1] / fresh[0])
     assert half.mismatch_fresh_abs != whole.mismatch_fresh_abs
     assert half.mismatch_abs == whole.mismatch_abs, "all tokens count there"
+
+
+@pytest.mark.parametrize("name", ["m2po", "m2po_mask", "decoupled_ppo", "sapo", "cispo"])
+def test_every_metric_of_a_step_is_in_the_catalogue(name: str) -> None:
+    metrics = train_step(algorithm(name)).run(rank_batch(training_sequences(8, minibatches=2)))
+    assert [key for key in metrics.as_dict() if step_metric(f"trainer/{key}") is None] == []
