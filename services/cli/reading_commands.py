@@ -30,7 +30,7 @@ def plot(
         ),
     ] = None,
 ) -> None:
-    """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
+    """Draw rewards, response length, staleness, throughput, idle shares and (of one run) fates of rollouts into a PNG."""
     from services.cli.plot import plot_runs
     from services.common.errors import ConfigError
 

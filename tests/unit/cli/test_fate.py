@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from services.cli import drawing
 from services.cli.__main__ import app
 from services.cli.fate.facts import Fate
 from services.cli.fate.lengths import Lengths
+from services.cli.fate.picture import MOST_BARS, draw_fates
 from services.cli.fate.reading import Fates, read_fates
 from services.cli.fate.view import show
+from services.cli.plot import plot_runs
 from services.common import fates
 from services.common.errors import ConfigError
 from services.common.fates import ClosedReason
@@ -324,3 +328,52 @@ async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> Non
     assert isinstance(refused.exception, ConfigError)
     refused = CliRunner().invoke(app, ["fate", run, "--policy", "nobody"])
     assert isinstance(refused.exception, ConfigError)
+
+
+def some_fates(steps: int) -> Fates:
+    """Of two policies, with everything that can become of tokens."""
+    found = Fates()
+    for policy in ("actor", "checker"):
+        for step in range(1, steps + 1):
+            tally = found.tallies[policy, step]
+            tally.issued_groups, tally.issued_rollouts = 2, 16
+            for number, fate in enumerate(fate for fate in Fate if fate.has_tokens):
+                tally.tokens[fate] = 10 * number + step
+                if not fate.in_flight:
+                    found.lengths[policy].add(step, fate, 10 * number + step, step)
+            tally.rollouts[Fate.TIMED_OUT] = 1
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 7, 230])
+def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
+    pyplot = drawing.pyplot()
+    figure, axes = pyplot.subplots(2, 2)
+    draw_fates(list(axes), some_fates(steps))
+    for by_step, by_length in axes:
+        for ax in (by_step, by_length):
+            heights: Counter[float] = Counter()
+            for bar in ax.patches:
+                heights[round(bar.get_x(), 6)] += bar.get_height()
+            assert all(height == pytest.approx(1.0) for height in heights.values())
+            assert 1 <= len(heights) <= MOST_BARS
+        assert "in flight" in by_step.get_legend_handles_labels()[1]
+    pyplot.close(figure)
+
+
+async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    with_fates = plot_runs([world.run_dir], tmp_path / "with.png")
+    without = plot_runs([world.run_dir, world.run_dir], tmp_path / "without.png")
+    assert with_fates is not None and without is not None
+    assert height_of(with_fates) > height_of(without) > 0
+
+
+def height_of(png: Path) -> int:
+    return int.from_bytes(png.read_bytes()[20:24], "big")
