@@ -25,6 +25,7 @@ class Fate(enum.StrEnum):
     EQUAL_REWARDS = "equal_rewards"  # batch.dynamic_sampling: nothing to learn from the group
     SIBLINGS = "waiting_for_siblings"  # finished; its task group is not complete
     PLAYING = "being_played"
+    LEFT_OVER = "left_over"  # kept, and the run was done before a batch took it
     CANCELLED = "cancelled"  # by the end of the run
     STOPPED = "stopped_as_too_old"  # cancelled at its replica, because it would have been dropped
     TIMED_OUT = "timed_out"

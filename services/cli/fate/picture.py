@@ -22,6 +22,7 @@ COLOURS = {
     Fate.SURPLUS: "#8d6a9f",
     Fate.RESAMPLED_AWAY: "#a8c5e8",
     Fate.EQUAL_REWARDS: "#5b8fc7",
+    Fate.LEFT_OVER: "#bcbcbc",
     Fate.CANCELLED: "#9a9a9a",
     Fate.UNKNOWN: "#000000",
 }

@@ -29,6 +29,7 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import MemberFate, Verdict
+from services.orchestrator.run_control import RunState
 
 Place = tuple[int, int]  # slot of a rollout, position in its trajectory
 
@@ -111,6 +112,7 @@ class _Reading:
         self._open: dict[str, _Group] = {}
         self._versions: dict[str, int] = {}  # the newest, where the pass stands
         self._newest: dict[str, int] = {}  # at the end of the journal
+        self._is_finished = False  # the run
         self._num_repeated = 0  # records of a slot that had one
         self._num_issued = 0  # training groups
         self._positions = 0  # of the curriculum, that were drawn
@@ -122,8 +124,14 @@ class _Reading:
         for row in self._reader.rows_of(records.VERSION):
             policy, _, number = row.key.rpartition("/")
             self._newest[policy] = max(int(number), self._newest.get(policy, -1))
+        last_state: Row | None = None
         for row in self._reader.rows():
-            self._take(row)
+            if row.kind == records.STATE:
+                last_state = row
+            else:
+                self._take(row)
+        if last_state is not None and (state := self._load(last_state)) is not None:
+            self._is_finished = state["phase"] == RunState.FINISHED.value
         for name in list(self._open):
             self._fold(name)
         self._found.num_passed_over = self._positions - self._num_issued
@@ -320,7 +328,9 @@ class _Reading:
         if judged is not GroupFate.KEPT:
             return _OF_VERDICT[judged]
         # An advantage group leaves the buffer as a whole: what its batch lacks had grown too old.
-        return Fate.TOO_OLD if sibling_used or group.closed else Fate.BUFFERED
+        if sibling_used or group.closed:
+            return Fate.TOO_OLD
+        return Fate.LEFT_OVER if self._is_finished else Fate.BUFFERED
 
     def _checks(self) -> Iterator[Check]:
         for policy in self._found.policies:

@@ -31,6 +31,7 @@ from services.common.types import TaskGroupOrder
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.pool import Replica
+from services.orchestrator.run_control import RunState
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -165,6 +166,20 @@ async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:
     total = fates_of(world).total("model0")
     assert total.groups == {Fate.CANCELLED: total.issued_groups}
     assert (total.rollouts[Fate.CANCELLED], total.tokens[Fate.CANCELLED]) == (total.issued_rollouts, 6)
+
+
+async def test_what_waits_when_the_run_is_done_is_left_over_and_no_longer_in_flight(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0])
+    assert fates_of(world).total("model0").sequences == {Fate.BUFFERED: 4}
+    world.ring.dispatcher.train = False
+    world.ring.cancel_training_groups(ClosedReason.STEPS_DONE)
+    world.ring.control.enter(RunState.FINISHED)
+    await world.settle()
+    total = fates_of(world).total("model0")
+    assert total.sequences == {Fate.LEFT_OVER: 4}
+    assert set(total.rollouts) == {Fate.LEFT_OVER, Fate.CANCELLED}
 
 
 async def test_policies_are_told_apart_and_one_that_said_nothing_has_no_sequence(worlds: Worlds) -> None:
