@@ -108,7 +108,7 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("trainer/zero_gradient_share", _TRAINED, "Share of tokens for which the policy loss has a gradient of exactly zero."),
     StepMetric("trainer/zero_gradient_of_positive_share", "trained tokens with a positive advantage", "The same."),
     StepMetric("trainer/zero_gradient_of_negative_share", "trained tokens with a negative advantage", "The same."),
-    StepMetric("trainer/zero_gradient/{sign}/{cause}_share", _TRAINED, "Of it, by sign of the advantage and cause: masked, dropped (by a cap or rejection), clamped (log_ratio_clamp), clipped (the loss is flat there)."),
+    StepMetric("trainer/zero_gradient/{sign}/{cause}_share", _TRAINED, "Of it, by sign of the advantage and cause: masked (m2po_mask, rejection), dropped (by a cap or probability mask), clamped (log_ratio_clamp), clipped (the loss is flat there)."),
     StepMetric("trainer/zero_gradient/zero_advantage_share", _TRAINED, "Of it, tokens without an advantage."),
     StepMetric("trainer/advantage_{sign}_share", _TRAINED, "Share of tokens with a positive (negative) advantage."),
     StepMetric("trainer/m2po_{what}", "minibatches", "Mean of M2PO's bounds and second moment."),

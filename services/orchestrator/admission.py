@@ -12,7 +12,7 @@ Accepted sequences that wait for a running sibling cannot be trained yet: a stra
 finished siblings while the trainer has nothing to do. So they do not count while the buffer lacks a batch, up to
 UNFINISHED_SHARE of the quota: less than 1 + UNFINISHED_SHARE quotas are ever outstanding when a group is issued. They
 count again as soon as a batch is there, so experience grows no older for it where the trainer is what is slow. Where late
-experience is dropped they always count: there they are trained, with or without the straggler, before they are too old.
+tokens are not trained (``mask``, ``drop``) they always count: what is issued beyond the quota would lose its oldest tokens.
 Knows counts only: neither task groups nor replicas.
 """
 

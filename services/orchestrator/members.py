@@ -25,6 +25,8 @@ def member_fates(
             fate = GroupFate.KEPT
         elif member.sequence_id not in resampled:
             fate = GroupFate.RESAMPLED_AWAY
+        elif not member.trained and outcome is not GroupFate.EQUAL_REWARDS:
+            fate = GroupFate.TRUNCATED
         else:  # of a group that was kept, its own age kept this one out
             fate = GroupFate.EXPIRED if outcome is GroupFate.KEPT else outcome
         tokens = member.sequence.num_trained_tokens

@@ -7,8 +7,8 @@ one that the project does not know, at no further pass. The KL and entropy terms
 A token without gradient has one cause, the first that holds:
 
     zero_advantage   its advantage is 0
-    masked           the loss mask leaves it out (m2po_mask)
-    dropped          the loss says that it leaves the token out (an importance cap)
+    masked           the loss mask leaves it out (m2po_mask, rejection)
+    dropped          the loss says that it leaves the token out (an importance cap, a probability mask)
     clamped          |log ratio| is beyond log_ratio_clamp
     clipped          the rest: the loss is flat there
 

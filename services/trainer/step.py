@@ -96,9 +96,11 @@ class TrainStep:
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
             where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
-            ratios = self._backward_minibatch(index, micro_batches, totals, proximal[index], sums, fresh_version, where)
+            ratios, num_kept = self._backward_minibatch(
+                index, micro_batches, totals, proximal[index], sums, fresh_version, where
+            )
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
-            if stopped:
+            if stopped or num_kept == 0:
                 self.optimizer.skip()
             else:
                 updates.append(self.optimizer.update())
@@ -169,10 +171,10 @@ class TrainStep:
 
         None for the first minibatch wherever its own forward pass, made under the same weights, gives them for free.
         """
-        if not self._algorithm.needs_proximal:
+        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
             return [None for _ in minibatches]
         return [
-            self._logprobs(m) if index > 0 or (self._algorithm.needs_keep_mask and len(m) > 1) else None
+            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
             for index, m in enumerate(minibatches)
         ]
 
@@ -187,8 +189,9 @@ class TrainStep:
         sums: Sums,
         fresh_version: int | None,
         where: str,
-    ) -> torch.Tensor:
-        """Gradients of the minibatch; the sum of policy / behaviour over this rank's trained tokens. []
+    ) -> tuple[torch.Tensor, int]:
+        """Gradients of the minibatch. The sum of policy / behaviour over this rank's trained tokens, []; and how many tokens of
+        all ranks the loss has seen: without any, the gradient is 0 and no update is to be made.
 
         Raises:
             LossError: the loss returned what cannot be trained on; ``where`` names it. On every rank.
@@ -207,27 +210,19 @@ class TrainStep:
             ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
-            tokens = TokenBatch(
-                logprobs=self._audit.view(logprobs),
-                behaviour=micro_batch.behaviour,
-                advantages=micro_batch.advantages,
-                mask=context.masks[index],
-                sequence_index=micro_batch.sequence_index,
-                num_sequences=micro_batch.num_sequences,
-                proximal=own_proximal if self._algorithm.needs_proximal else None,
-                trust_region=context.region,
-            )
+            given = own_proximal if self._algorithm.needs_proximal else None
+            tokens = context.tokens(index, micro_batch, self._audit.view(logprobs), given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
-            loss = self._loss(micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
+            loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             self.ranks.backward(loss)
             self._audit.count(tokens, policy_loss)
             self.on_progress()
         assert context is not None
         if count := int(self.ranks.sum(not_finite)):
             raise LossError(
-                f"{where} returned NaN or infinity for {count} of {totals.num_trained_tokens} tokens, all of whose inputs "
+                f"{where} returned NaN or infinity for {count} of {context.num_kept} tokens, all of whose inputs "
                 "are finite; expected a finite number for each. No update was made of it"
             )
         if context.region is not None:
@@ -235,7 +230,7 @@ class TrainStep:
             sums.add("m2po_eps_low", context.region.eps_low * share)
             sums.add("m2po_eps_high", context.region.eps_high * share)
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
-        return ratios
+        return ratios, context.num_kept
 
     def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
         """Whether the policy is too far from the one that sampled the minibatch. A collective where that is asked for.
@@ -263,6 +258,7 @@ class TrainStep:
 
     def _loss(
         self,
+        index: int,
         batch: MicroTensors,
         logprobs: torch.Tensor,
         tokens: TokenBatch,
@@ -273,7 +269,7 @@ class TrainStep:
     ) -> torch.Tensor:
         """This micro-batch's share of the minibatch's loss. []"""
         config, mask = self.config, tokens.mask
-        if self._algorithm.needs_keep_mask:
+        if self._algorithm.needs_whole_proximal:
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
@@ -281,13 +277,16 @@ class TrainStep:
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
                 reference_logprobs, _ = forward(self.reference, batch, self._temperature)
-            kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp)
+            kl = kl_per_token(
+                logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
+            )
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # else the sampled tokens have told it
             per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
-        loss = aggregate(per_token, mask, batch.sequence_index, batch.num_sequences, context.totals, config)
+        counted = context.counted[index]
+        loss = aggregate(per_token, mask, counted, batch.sequence_index, batch.num_sequences, context.totals, config)
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)

@@ -21,7 +21,7 @@ from services.cli.fate.facts import Check, Fate, Tally, of_the_whole
 from services.cli.fate.lengths import Lengths
 from services.cli.trace.reading import open_journal
 from services.common import fates
-from services.common.errors import DeadlineError
+from services.common.errors import DeadlineError, RolloutTimeoutError
 from services.common.fates import ClosedReason, GroupFate
 from services.common.types import Purpose
 from services.orchestrator.groups import split_sequence_id
@@ -38,6 +38,7 @@ _OF_VERDICT = {
     for fate in GroupFate
     if fate is not GroupFate.KEPT
 }
+_TIMED_OUT = (RolloutTimeoutError.reason, DeadlineError.reason)  # the policy, or what it waited for, was too slow
 _CANCELLED = (ClosedReason.STEPS_DONE, ClosedReason.RUN_ENDED)
 
 
@@ -255,7 +256,7 @@ class _Reading:
             reason = group.failures[slot]
             if reason == fates.TOO_OLD:
                 return Fate.STOPPED
-            return Fate.TIMED_OUT if reason == DeadlineError.reason else Fate.FAILED
+            return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
         if of_sequences:
             return of_the_whole(of_sequences)
         if slot in group.trajectories or group.verdicts is not None:

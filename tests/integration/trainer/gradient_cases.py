@@ -45,6 +45,12 @@ CASES: dict[str, Case] = {
     "gspo": Case(config=algorithm(name="gspo", eps_clip=0.2, eps_clip_higher=0.2)),  # type: ignore[arg-type]
     "m2po": Case(config=algorithm(name="m2po", m2po_threshold=0.2)),
     "m2po_mask": Case(config=algorithm(name="m2po_mask", m2po_threshold=0.5)),
+    "m2po_authors": Case(config=algorithm(name="m2po", m2po_rule="authors", m2po_threshold=0.2)),
+    "tis_normalized": Case(
+        config=algorithm(name="tis", importance_level="sequence_mean", importance_cap=1.5, importance_normalize=True)),
+    "rejection": Case(config=algorithm(
+        name="m2po", m2po_threshold=0.2, loss_aggregation="sequence_mean", rejection_denominator="kept",
+        rejection=[{"lower": 0.2, "upper": 3.0}, {"level": "sequence", "lower": 0.3, "upper": 1.5}])),
     "tis": Case(config=algorithm(name="tis", importance_cap=2.0)),
     "cispo": Case(config=algorithm(name="cispo", importance_cap=2.0)),
     "decoupled_ppo": Case(config=algorithm(name="decoupled_ppo", importance_cap=2.0)),

@@ -27,7 +27,7 @@ from services.cli.plot import plot_runs
 from services.common import fates
 from services.common.errors import ConfigError
 from services.common.fates import ClosedReason
-from services.common.types import TaskGroupOrder
+from services.common.types import StopReason, TaskGroupOrder
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.pool import Replica
@@ -78,7 +78,7 @@ async def test_every_kind_of_fate_is_told_and_the_sums_come_out(worlds: Worlds) 
     failing, open_ = (order.task_group_id for order in orders[2:])
     await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
     await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
-    await world.send(failure(failing, 0, "DEADLINE_EXCEEDED"), failure(failing, 1, fates.TOO_OLD))
+    await world.send(failure(failing, 0, "ROLLOUT_TIMEOUT"), failure(failing, 1, fates.TOO_OLD))
     await world.send(failure(failing, 2), failure(failing, 3, "ValueError"))
     await world.send(trajectory(open_, 0, sequence(1.0, num_tokens=9)))
     again = len(await world.orders(replica))  # what was dropped and failed returned its quota
@@ -90,7 +90,7 @@ async def test_every_kind_of_fate_is_told_and_the_sums_come_out(worlds: Worlds) 
     assert total.rollouts[Fate.FAILED] == 2
     assert total.rollouts[Fate.PLAYING] == 3 + 4 * again
     assert total.tokens == {Fate.BUFFERED: 12, Fate.EQUAL_REWARDS: 28, Fate.SIBLINGS: 9}
-    assert total.failures == {"DEADLINE_EXCEEDED": 1, fates.TOO_OLD: 1, "INFRASTRUCTURE": 1, "ValueError": 1}
+    assert total.failures == {"ROLLOUT_TIMEOUT": 1, fates.TOO_OLD: 1, "INFRASTRUCTURE": 1, "ValueError": 1}
 
 
 async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: Worlds) -> None:
@@ -154,6 +154,18 @@ async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_
     names = [row.key for row in reader.rows_of(records.VERDICT)]
     reader.close()
     assert names == [orders[0].task_group_id]
+
+
+async def test_what_its_budget_cut_is_told_apart_from_its_siblings(worlds: Worlds) -> None:
+    world = worlds(rollout={"on_truncation": "mask"})
+    _, orders = await begin(world)
+    for index in range(4):
+        cut = StopReason.LENGTH if index == 0 else StopReason.STOP
+        spoken = dataclasses.replace(sequence(index % 2, num_tokens=5 + index), stop_reason=cut)
+        await world.send(trajectory(orders[0].task_group_id, index, spoken, reward=index % 2))
+    total = fates_of(world).total("model0")
+    assert total.tokens == {Fate.TRUNCATED: 5, Fate.BUFFERED: 6 + 7 + 8}
+    assert total.groups[Fate.BUFFERED] == 1
 
 
 async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:

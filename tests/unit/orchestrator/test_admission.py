@@ -240,8 +240,9 @@ def test_one_straggler_holds_no_places_of_its_finished_siblings_while_the_traine
     assert not experience.admission.open(["model0"]), "a batch is there: everything counts"
 
 
-def test_where_late_experience_is_dropped_finished_siblings_always_count() -> None:
-    config = BatchConfig(size=8, max_staleness=0, late="drop")
+@pytest.mark.parametrize("late", ["mask", "drop"])
+def test_where_late_tokens_are_not_trained_finished_siblings_always_count(late: Any) -> None:
+    config = BatchConfig(size=8, max_staleness=0, late=late)
     experience = Experience({"model0": config}, num_steps=9, counters=Counter())
     made = group("g", 8)
     experience.issued(made)
