@@ -290,6 +290,23 @@ async def test_a_sum_that_does_not_come_out_is_said(worlds: Worlds) -> None:
     assert "fresh sequences in batches of model0 = those of its rollouts: 8 against 7" in told
 
 
+async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.settle()
+    (segment,) = (world.run_dir / "journal").glob(f"{records.VERDICT}-*.jsonl")
+    damaged = bytearray(segment.read_bytes())
+    damaged[10] ^= 1
+    segment.write_bytes(damaged)
+    found = read_fates(world.run_dir)
+    assert found.num_unreadable == 1
+    total = found.total("model0")
+    assert total.sequences == {Fate.BUFFERED: 4, Fate.UNKNOWN: 4}
+    assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
+
+
 async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajectories(worlds: Worlds) -> None:
     """As earlier releases wrote it."""
     world = worlds()
