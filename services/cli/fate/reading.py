@@ -160,8 +160,9 @@ class _Reading:
                 group.verdicts = records.verdicts_from_json(record)
             else:
                 group.closed = record["reason"]
-            # A verdict of an earlier release may stand behind the close that follows from it.
-            if group.closed and (group.closed in _CANCELLED or group.verdicts is not None):
+            # A verdict of an earlier release may stand behind the close that follows from it; without sequences there is none.
+            no_sequences = len(group.failures) >= group.num_slots
+            if group.closed and (group.closed in _CANCELLED or group.verdicts is not None or no_sequences):
                 self._fold(row.key)
 
     def _issued(self, row: Row) -> None:
