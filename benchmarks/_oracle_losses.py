@@ -215,7 +215,7 @@ def rejection(case: Case) -> Answer:
         "decoupled_ppo",
         **clip(case),
         importance_level=level,
-        importance_cap=NO_CAP,
+        importance_cap=None if is_verl else NO_CAP,
         rejection=_verl_criteria(case) if is_verl else [_areal_criterion(case)],
         rejection_denominator="kept" if is_verl else "all",
     )
