@@ -210,7 +210,7 @@ class Experience:
             mean=kept.mean if kept else group.mean,
             std=kept.std if kept else group.std,
             outcome=outcome,
-            members=member_fates(group, kept, outcome, self._policies[group.policy].resample),
+            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
             num_expired=num_expired,
         )
 

@@ -10,12 +10,12 @@ from services.orchestrator.journal.records import MemberFate
 
 
 def member_fates(
-    group: AdvantageGroup, kept: AdvantageGroup | None, outcome: GroupFate, resample: ResampleConfig | None
+    group: AdvantageGroup, kept: AdvantageGroup | None, outcome: GroupFate, resample: ResampleConfig | None, seed: int
 ) -> tuple[MemberFate, ...]:
-    """``group`` is as it was played, ``kept`` what of it went into the buffer."""
-    chosen = (
-        resample_group(group, resample) if resample is not None and outcome is not GroupFate.EQUAL_REWARDS else group
-    )
+    """``group`` is as it was played, ``kept`` what of it went into the buffer; ``seed`` is that of its task group."""
+    chosen: AdvantageGroup | None = group
+    if resample is not None and outcome is not GroupFate.EQUAL_REWARDS:
+        chosen = resample_group(group, resample, seed)
     resampled = {member.sequence_id for member in chosen.members} if chosen is not None else set()
     buffered = {member.sequence_id for member in kept.members} if kept is not None else set()
     found = []
