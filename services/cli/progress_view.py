@@ -59,7 +59,7 @@ def stall_words(stall: run_pb2.Stall) -> str:
 
 def _policies(progress: run_pb2.RunProgress) -> Table:
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("policy", "step", "", "reward", "staleness", "buffered", "expected", "trainer"):
+    for column in ("policy", "step", "", "rollout reward", "staleness", "buffered", "expected", "trainer"):
         # Words are kept whole; the bar, which has no name, gives way.
         left = column in ("policy", "trainer", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "")
@@ -68,7 +68,7 @@ def _policies(progress: run_pb2.RunProgress) -> Table:
             policy.policy,
             f"{max(0, policy.version)}/{policy.num_steps}",
             ProgressBar(total=policy.num_steps, completed=max(0, policy.version), width=24),
-            f"{policy.reward_mean:.3f}",
+            _reward(policy),
             f"≤ {policy.staleness_max}",
             str(policy.num_buffered),
             str(policy.num_expected),
@@ -212,4 +212,10 @@ class ProgressView:
 def _line(policy: run_pb2.PolicyProgress) -> str:
     # Only what changes with a step: one line per step, not one per poll.
     step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
-    return f"{step} reward {policy.reward_mean:.3f} staleness ≤ {policy.staleness_max}"
+    return f"{step} rollout reward {_reward(policy)} staleness ≤ {policy.staleness_max}"
+
+
+def _reward(policy: run_pb2.PolicyProgress) -> str:
+    """Of rollouts that finished since the batch before, raw; a dash where none did."""
+    mean = policy.metrics.get("rollout_reward_mean")
+    return "-" if mean is None else f"{mean:.3f}"

@@ -77,6 +77,7 @@ def run(
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
+    console.print(f"see where its rollouts went: millrace fate {run_dir}", highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     else:

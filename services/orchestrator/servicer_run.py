@@ -106,7 +106,7 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
                 num_steps=p.num_steps,
                 num_buffered=p.num_buffered,
                 num_expected=p.num_expected,
-                reward_mean=p.reward_mean,
+                reward_mean=p.reward_mean or 0.0,
                 staleness_max=p.staleness_max,
                 trainer_state=p.trainer_state,
                 metrics=dict(p.metrics),

@@ -27,6 +27,7 @@ class MicroTensors:
     behaviour: torch.Tensor  # [num_targets]
     advantages: torch.Tensor  # [num_targets]
     weight_versions: torch.Tensor  # [num_targets]
+    mixed_cache: torch.Tensor  # [num_targets] bool
     sequence_index: torch.Tensor  # [num_targets] in [0, num_sequences)
     num_sequences: int
     is_dummy: bool
@@ -53,6 +54,7 @@ class MicroTensors:
             behaviour=torch.as_tensor(batch.behaviour[targets], dtype=dtype, device=device),
             advantages=torch.as_tensor(batch.advantages[targets], dtype=dtype, device=device),
             weight_versions=torch.as_tensor(batch.weight_versions[targets], device=device),
+            mixed_cache=torch.as_tensor(batch.mixed_cache[targets], device=device),
             sequence_index=torch.as_tensor(batch.document_index[targets], device=device),
             num_sequences=batch.num_documents,
             is_dummy=batch.is_dummy,

@@ -33,6 +33,7 @@ class Document:
     loss_mask: Bools  # [num_tokens]
     behaviour: Logprobs  # [num_tokens] float32, 0 where the mask is false
     weight_versions: Ints  # [num_tokens], NO_VERSION where the mask is false
+    mixed_cache: Bools  # [num_tokens], sampled on a KV cache that older weights had computed in part
     advantage: float = 0.0
 
     @property
@@ -55,6 +56,7 @@ class Document:
             loss_mask=np.asarray(loss_mask, dtype=np.bool_),
             behaviour=np.zeros(num_tokens, dtype=np.float32),
             weight_versions=np.full(num_tokens, NO_VERSION, dtype=np.int64),
+            mixed_cache=np.zeros(num_tokens, dtype=np.bool_),
         )
 
     @classmethod
@@ -65,6 +67,7 @@ class Document:
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         behaviour = np.zeros(num_tokens, dtype=np.float32)
         weight_versions = np.full(num_tokens, NO_VERSION, dtype=np.int64)
+        mixed_cache = np.zeros(num_tokens, dtype=np.bool_)
         start = 0
         for segment in segments:
             end = start + segment.num_tokens
@@ -72,6 +75,7 @@ class Document:
                 loss_mask[start:end] = True
                 behaviour[start:end] = segment.logprobs
                 weight_versions[start:end] = segment.weight_version
+                mixed_cache[start:end] = segment.mixed_cache
             start = end
         _check_first_token(loss_mask, f"sequence {item.sequence_id}")
         return cls(
@@ -79,6 +83,7 @@ class Document:
             loss_mask=loss_mask,
             behaviour=behaviour,
             weight_versions=weight_versions,
+            mixed_cache=mixed_cache,
             advantage=advantage,
         )
 
@@ -100,6 +105,7 @@ class MicroBatch:
     behaviour: Logprobs  # [num_tokens]
     advantages: npt.NDArray[np.float64]  # [num_tokens], its document's advantage
     weight_versions: Ints  # [num_tokens]
+    mixed_cache: Bools  # [num_tokens]
     document_index: Ints  # [num_tokens], position of the document in this micro-batch
     sources: Ints  # [num_documents], index of the document in the list that was packed, or DUMMY_SOURCE
 
@@ -171,6 +177,7 @@ def _lay_out(documents: Seq[Document], sources: Seq[int]) -> MicroBatch:
         behaviour=np.concatenate([d.behaviour for d in documents]),
         advantages=np.repeat(np.array([d.advantage for d in documents], dtype=np.float64), lengths),
         weight_versions=np.concatenate([d.weight_versions for d in documents]),
+        mixed_cache=np.concatenate([d.mixed_cache for d in documents]),
         document_index=np.repeat(np.arange(len(documents), dtype=np.int64), lengths),
         sources=np.array(sources, dtype=np.int64),
     )

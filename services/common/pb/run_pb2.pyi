@@ -293,7 +293,9 @@ class PolicyProgress(google.protobuf.message.Message):
     num_expected: builtins.int
     """Sequences expected from running task groups."""
     reward_mean: builtins.float
-    """Mean training reward of the last batch, before filtering."""
+    """Mean raw reward of the training rollouts that finished between the last two batches, failures excluded; 0 when none
+    did, and then rollout_reward_mean is not among the metrics.
+    """
     staleness_max: builtins.int
     """Largest staleness in the last batch."""
     trainer_state: builtins.str

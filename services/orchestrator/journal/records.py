@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -168,6 +168,16 @@ def born_from_json(record: Json) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFate:
+    """What became of one sequence when its task group was complete."""
+
+    index: int  # slot of its rollout
+    position: int  # in the rollout's trajectory
+    num_tokens: int  # that the policy wrote
+    fate: fates.GroupFate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What became of one advantage group when its task group was complete."""
 
@@ -180,14 +190,28 @@ class Verdict:
     std: float
     outcome: fates.GroupFate
     num_expired: int = 0  # members that were too old already; they count in mean and std
+    members: tuple[MemberFate, ...] = ()  # all of them; empty in journals of earlier releases
 
 
 def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
-    return {"task_group_id": task_group_id, "advantage_groups": [asdict(verdict) for verdict in verdicts]}
+    return {"task_group_id": task_group_id, "advantage_groups": [_verdict_to_json(verdict) for verdict in verdicts]}
+
+
+def _verdict_to_json(verdict: Verdict) -> Json:
+    members = [
+        {"index": m.index, "position": m.position, "num_tokens": m.num_tokens, "fate": m.fate.value}
+        for m in verdict.members
+    ]
+    return {**asdict(replace(verdict, members=())), "members": members}
 
 
 def verdicts_from_json(record: Json) -> list[Verdict]:
-    return [Verdict(**{**found, "outcome": fates.GroupFate(found["outcome"])}) for found in record["advantage_groups"]]
+    return [_verdict_from_json(found) for found in record["advantage_groups"]]
+
+
+def _verdict_from_json(record: Json) -> Verdict:
+    members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record.get("members", ()))
+    return Verdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
 
 
 def batch_key(policy: str, training_step: int) -> str:

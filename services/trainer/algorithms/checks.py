@@ -6,7 +6,10 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+from services.trainer.audit import COUNTS
 from services.trainer.metrics import RESERVED_COUNTS
+
+_RESERVED = RESERVED_COUNTS | COUNTS
 
 
 class LossError(ConfigError):
@@ -32,11 +35,17 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
         )
     if tokens.logprobs.requires_grad and not per_token.requires_grad:
         raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
+    left_out = result.left_out
+    if left_out is not None and (left_out.shape != tokens.logprobs.shape or left_out.dtype != torch.bool):
+        raise LossError(
+            f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a bool tensor of "
+            f"shape {list(tokens.logprobs.shape)}, or none"
+        )
     for name in result.counts:
-        if not name.endswith("_tokens") or name in RESERVED_COUNTS:
+        if not name.endswith("_tokens") or name in _RESERVED:
             raise LossError(
                 f"{where} returned a count named {name!r}; expected names that end in _tokens, and none of "
-                f"{', '.join(sorted(RESERVED_COUNTS))}"
+                f"{', '.join(sorted(_RESERVED))}"
             )
 
 

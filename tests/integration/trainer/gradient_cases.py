@@ -77,6 +77,8 @@ CASES: dict[str, Case] = {
         config=algorithm(name="m2po_mask", m2po_threshold=0.5, advantage="gae", gae_lambda=0.9, value_head={"clip": None},
                          batch_normalize_advantages=True, kl_reward_coefficient=0.2, loss_aggregation="sequence_mean"),
         reference=True),
+    "gae_idle_rank": Case(
+        config=algorithm(name="ppo_clip", advantage="gae", gae_lambda=0.9, value_head={}), all_on_first_rank=True),
     "discounted": Case(
         config=algorithm(name="ppo_clip", advantage="reinforce", gamma=0.9, batch_normalize_advantages=True,
                          normalize_deviation="sample")),

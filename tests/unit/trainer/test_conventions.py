@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig, RejectionConfig
-from services.common.config.credit import AdvantageName
+from services.common.config.credit import AdvantageName, DistillationConfig
 from services.common.config.losses import LOSS_CLASSES
 from services.trainer.algorithms.advantages import sequence_advantages
 from services.trainer.algorithms.kl import kl_per_token
@@ -33,7 +33,13 @@ def test_the_settings_of_our_column_exist() -> None:
     metrics = {"ended_share"}
     values = {"kept", "suffix", "authors", "k3", "k3_reverse", "k3_straight_through", "sequence", "sequence_mean", "factor",
               "constant", "sum", "token_mean"}  # fmt: skip
-    known = fields | set(RejectionConfig.model_fields) | set(LOSS_CLASSES) | set(get_args(AdvantageName))
+    known = (
+        fields
+        | set(RejectionConfig.model_fields)
+        | set(DistillationConfig.model_fields)
+        | set(LOSS_CLASSES)
+        | set(get_args(AdvantageName))
+    )
     assert named - known - metrics - values == set()
 
 
