@@ -105,7 +105,7 @@ def value_loss_share(
     assert head is not None and batch.old_values is not None and batch.returns is not None
     per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
     everything = torch.ones_like(clipped)
-    loss = aggregate(per_token, everything, everything, batch.sequence_index, batch.num_sequences, totals, config)
+    loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, config)
     sums.add("value_loss", loss)
     sums.add("value_clipped_tokens", clipped.sum())
     return head.coefficient * loss

@@ -11,6 +11,8 @@ from services.common.types import RankBatch
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
+RESERVED_COUNTS = {"trained_tokens", "fresh_tokens", "first_tokens"}  # of the step: what shares are of
+
 
 class Sums:
     """Named float64 sums on the device; nothing is read back before ``reduce``."""
@@ -84,7 +86,7 @@ def step_metrics(
     algorithm = {
         name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
         for name in total
-        if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
+        if name.endswith("_tokens") and name not in RESERVED_COUNTS
     } | {name: total[name] / max(len(updates), 1) for name in total if name.startswith("m2po_")}
     algorithm |= _credit_metrics(total, len(updates))
     return StepMetrics(

@@ -6,6 +6,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+from services.trainer.metrics import RESERVED_COUNTS
 
 
 class LossError(ConfigError):
@@ -16,7 +17,8 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     """``where`` names loss and step.
 
     Raises:
-        LossError: the result is no ``PolicyLoss`` of one floating-point number per token.
+        LossError: the result is no ``PolicyLoss`` of one floating-point number per token that depends on the policy, or has a
+            count by a name that no metric can have.
     """
     expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {list(tokens.logprobs.shape)}"
     if not isinstance(result, PolicyLoss):
@@ -28,6 +30,14 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
         raise LossError(
             f"{where} returned a per_token of shape {list(per_token.shape)} and {per_token.dtype}; expected {expected}"
         )
+    if tokens.logprobs.requires_grad and not per_token.requires_grad:
+        raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
+    for name in result.counts:
+        if not name.endswith("_tokens") or name in RESERVED_COUNTS:
+            raise LossError(
+                f"{where} returned a count named {name!r}; expected names that end in _tokens, and none of "
+                f"{', '.join(sorted(RESERVED_COUNTS))}"
+            )
 
 
 def num_not_finite(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
