@@ -20,6 +20,7 @@ class GroupFate(enum.StrEnum):
     KEPT = "kept"  # it waits for a batch; members that were too old already may be missing
     EQUAL_REWARDS = "equal_rewards"
     RESAMPLED_AWAY = "resampled_away"
+    TRUNCATED = "truncated"  # every member was cut by its budget, and such are masked (rollout.on_truncation)
     SURPLUS = "surplus"  # its policy cannot use it any more
     EXPIRED = "expired"  # every member was too old
 
@@ -47,3 +48,7 @@ class StepFact(enum.StrEnum):
     SEQUENCES_MASKED = "sequences_masked"  # their oldest tokens are masked; those of which all would be are expired
     TOKENS_MASKED = "tokens_masked"
     LATE_WAIT_S = "late_wait_s"  # that the batch waited for groups that were due, in seconds
+    # Of rollouts and rewards since the batch before:
+    TIMEOUTS = "timeouts"  # rollouts in which the policy was too slow; among the failures
+    TRUNCATED_MASKED = "sequences_truncated_masked"  # compared and not trained (rollout.on_truncation)
+    REWARDS_CLIPPED = "rewards_clipped"  # that reward_clip changed, of complete groups

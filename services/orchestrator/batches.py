@@ -245,7 +245,7 @@ def read_fresh_groups(
                 )
                 for e in entries
             ),
-            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size,
+            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size, group_by=group_by,
         )
         for (task_group_id, _, role, attempt), entries in found.items()
         if task_group_id not in lost

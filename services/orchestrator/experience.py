@@ -1,7 +1,8 @@
 """What resolved slots become: statistics, filtered advantage groups, one buffer and one quota account per policy.
 
     slot resolved -> quota
-    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping -> buffer -> batch -> version published
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping, statistics -> buffer -> batch
+              -> version published
 
 The same methods serve live operation and recovery, in journal order, so a restarted orchestrator holds what the earlier
 one held. Knows nothing about replicas, grpc, or how records became durable.
@@ -23,15 +24,9 @@ from services.orchestrator.buffer.late import LateRule
 from services.orchestrator.buffer.replay import ReplayStore
 from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
-from services.orchestrator.groups import (
-    AdvantageGroup,
-    Member,
-    Outcome,
-    TaskGroup,
-    advantage_groups,
-    dynamic_sampling,
-)
+from services.orchestrator.groups import AdvantageGroup, Member, Outcome, TaskGroup, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord, Verdict
+from services.orchestrator.rewards import RewardRules, is_timeout, without_masked
 from services.orchestrator.unfinished import UnfinishedGroups
 
 
@@ -50,6 +45,11 @@ class StepStatistics:
     num_shaped: int = 0  # sequences whose length was judged
     num_overlong: int = 0
     penalty_sum: float = 0.0
+    num_timeouts: int = 0  # of the failures
+    num_truncated_masked: int = 0
+    num_clipped: int = 0
+    trained_sum: float = 0.0  # of the transformed rewards of complete groups, whatever becomes of them
+    num_transformed: int = 0
 
     def note_roles(self, policy: str, trajectory: Trajectory) -> None:
         for sequence in trajectory.sequences:
@@ -66,7 +66,12 @@ class StepStatistics:
             fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
             fates.StepFact.TOKENS_EXPIRED.value: float(self.num_tokens_expired),
             fates.StepFact.SLOTS_CANCELLED.value: float(self.num_cancelled),
+            fates.StepFact.TIMEOUTS.value: float(self.num_timeouts),
+            fates.StepFact.TRUNCATED_MASKED.value: float(self.num_truncated_masked),
+            fates.StepFact.REWARDS_CLIPPED.value: float(self.num_clipped),
         }
+        if self.num_transformed:
+            values["trained_reward_mean"] = self.trained_sum / self.num_transformed
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
         values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
@@ -84,10 +89,12 @@ class Experience:
         counters: Counter[str],
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
+        rules: RewardRules | None = None,
         seed: int = 0,
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group. ``seed``: of the
         run."""
+        self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
         self._counters = counters
@@ -110,7 +117,6 @@ class Experience:
         )
         self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
         self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
-        self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
@@ -174,13 +180,14 @@ class Experience:
                 statistics.num_cancelled += 1
             else:
                 statistics.num_failures += 1
+                statistics.num_timeouts += is_timeout(outcome)
         return self._completed(group) if group.complete else []
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         self.unfinished.remove(group)
         for policy, count in _sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
-        found = advantage_groups(group, self._group_by)
+        found = self._rules.groups(group)
         verdicts = [self._take_in(advantage_group, group.order.seed) for advantage_group in found]
         if not self._buffered[group.id]:
             del self._buffered[group.id]
@@ -206,7 +213,9 @@ class Experience:
         members are too old. ``seed``: of its task group."""
         policy = group.policy
         config = self._policies[policy]
-        _, dropped = dynamic_sampling([group], config.dynamic_sampling)
+        judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
+        self._note_rewards(judged, num_clipped)
+        _, dropped = dynamic_sampling([judged], config.dynamic_sampling)
         if dropped:
             self._since_batch[policy].num_groups_equal += 1
             self.num_filtered_in_a_row[policy] += group.size
@@ -223,6 +232,14 @@ class Experience:
             group = kept
         if config.overlong_penalty is not None:
             group = self._shaped(group, config.overlong_penalty)
+        trained = without_masked(self._rules.transformed(group)[0])
+        num_masked = group.size - (trained.size if trained else 0)
+        self._since_batch[policy].num_truncated_masked += num_masked
+        self.admission.returned(policy, num_masked)
+        self._counters[fates.StepFact.TRUNCATED_MASKED.value] += num_masked
+        if trained is None:
+            return fates.GroupFate.TRUNCATED, None, 0
+        group = trained
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
             return fates.GroupFate.SURPLUS, None, 0
@@ -243,6 +260,13 @@ class Experience:
         self._counters["sequences_expired"] += len(members)
         self._counters["tokens_expired"] += num_tokens
         self.admission.returned(policy, len(members))
+
+    def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
+        since = self._since_batch[judged.policy]
+        since.num_clipped += num_clipped
+        since.trained_sum += judged.mean * judged.num_compared
+        since.num_transformed += judged.num_compared
+        self._counters[fates.StepFact.REWARDS_CLIPPED.value] += num_clipped
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
         shaped, penalties = shape_group(group, config)

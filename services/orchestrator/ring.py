@@ -42,6 +42,7 @@ from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool
+from services.orchestrator.rewards import RewardRules
 from services.orchestrator.run_control import RunControl
 from services.orchestrator.stalls.standing import Standing
 from services.orchestrator.timeline import Timeline
@@ -84,8 +85,15 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
+        self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
-            batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit, seed=recipe.run.seed
+            batch_configs,
+            self.num_steps,
+            self.counters,
+            self._closed,
+            recipe.rollout.admit,
+            self.rewards,
+            seed=recipe.run.seed,
         )
         self.batches = {
             name: Batches(
@@ -108,7 +116,7 @@ class Ring:
             sampling=sampling_of(recipe.sampling),
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
-            curation=build_curation(recipe.data.curation, recipe.run.seed),
+            curation=build_curation(recipe.data, recipe.run.seed),
             compositions=recipe.compositions(),
         )
         self.evaluations = Evaluations(
@@ -118,6 +126,7 @@ class Ring:
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
             on_result=self._evaluated,
+            rules=self.rewards,
             compositions=recipe.evaluation_compositions(),
             samples={
                 name: data.samples_per_task for name, data in recipe.data.evaluation.items() if data.samples_per_task
@@ -170,7 +179,7 @@ class Ring:
         curation = self.training_orders.curation
         if isinstance(curation, AcceptAll):
             return
-        row, rewards = self.training_orders.row_of(group), [t.reward for t in group.trajectories]
+        row, rewards = self.training_orders.row_of(group), self.rewards.outcome_rewards(group.outcomes.values())
         curation.observe(row, rewards)
         record = {"task_group_id": group.id, "row": row, "rewards": rewards}
         self.journal.submit(records.OBSERVATION, group.id, lambda: record)

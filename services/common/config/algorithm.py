@@ -121,14 +121,16 @@ class AlgorithmConfig(Section):
     rejection_denominator: RejectionDenominator = "all"
     """Whether rejected tokens and sequences count in the denominators of the loss: `all` (AReaL) or only what is `kept` (verl)."""
 
-    reward_bias: float = 0.0
-    """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip)."""
+    reward_bias: float = Field(default=0.0, allow_inf_nan=False)
+    """Rewards become clip((reward + reward_bias) * reward_scale, -reward_clip, +reward_clip), and a group's statistics are of
+    what they become."""
 
-    reward_scale: float = Field(default=1.0, gt=0.0)
+    reward_scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """See reward_bias."""
 
-    reward_clip: float = Field(default=20.0, gt=0.0)
-    """See reward_bias."""
+    reward_clip: float | None = Field(default=None, gt=0.0)
+    """See reward_bias; `rewards_clipped` counts those that it changes. Off when null: a clip that binds without being asked for
+    makes the best of a group equal to the second best."""
 
     log_ratio_clamp: float = Field(default=20.0, gt=0.0)
     """Log ratios are clamped to this magnitude before exp, so no ratio overflows; beyond it no gradient flows."""

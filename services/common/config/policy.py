@@ -80,9 +80,11 @@ class BatchConfig(Section):
     """`deadline`: oldest version first. `fifo`: first complete, first trained."""
     dynamic_sampling: bool = True
     """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
-    group_by: Literal["attempt", "policy"] = "attempt"
-    """Which sequences of a task group are compared with each other: `attempt`, those of one role and attempt, so that first
-    tries and retries are normalised apart; `policy`, all of the policy."""
+    group_by: Literal["attempt", "rollout", "policy"] = "attempt"
+    """What of a task group is compared with each other. `attempt`: the policy's sequences of one role and attempt, so that
+    first tries and retries are normalised apart. `rollout`: rollouts, by the mean reward of the policy's sequences in each;
+    all of these get the rollout's advantage. `policy`: all sequences of the policy, so that a rollout counts as often as it
+    has sequences. With `attempt`, too, a rollout counts once: an agent's threads share its advantage."""
     resample: ResampleConfig | None = None
     """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out, all of it."""
     overlong_penalty: OverlongPenaltyConfig | None = None
@@ -119,6 +121,15 @@ class BatchConfig(Section):
             raise ValueError(
                 f"max_token_age ({self.max_token_age}) is below replay.max_staleness ({self.replay.max_staleness}): "
                 "lower replay.max_staleness"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_can_be_chosen(self) -> BatchConfig:
+        if self.resample is not None and self.group_by == "rollout":
+            raise ValueError(
+                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
+                "group_by: attempt"
             )
         return self
 

@@ -83,14 +83,16 @@ def resample_on_correct(
 
 
 def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> AdvantageGroup | None:
-    """What is kept of a group, with statistics over what is kept; None when nothing is.
+    """What is kept of a group, with statistics over what is kept; None when nothing is. Rollouts that left no sequence are
+    chosen like the others, after them.
 
     ``seed`` is that of the task group's order, which is journaled: a recovered orchestrator draws the same, and so does
     another run with the same ``run.seed``.
     """
     kept = resample_on_correct(
-        [member.sequence.reward for member in group.members],
-        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members],
+        [member.sequence.reward for member in group.members] + list(group.silent),
+        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
+        + [0.0] * len(group.silent),
         config.keep,
         positives=config.positives,
         negatives=config.negatives,

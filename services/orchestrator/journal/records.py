@@ -56,7 +56,7 @@ class BatchEntry:
     position: int  # order inside the minibatch
     group_mean: float
     group_std: float
-    group_size: int
+    group_size: int  # rewards in these statistics
     staleness: int
     num_tokens: int
     reward: float | None = None  # what is trained on; None: as it is in the trajectory

@@ -1,18 +1,16 @@
 """From rewards and stamped group statistics to one advantage per sequence. numpy, float64.
 
-    R' = clip((R + bias) * scale, -c, c)
-    grpo       (R' - mean') / (std' + eps)
-    dr_grpo    R' - mean'                       (arXiv 2503.20783: no std; use with a constant denominator)
-    rloo       (R' - mean') * N / (N - 1)       (equals R' minus the mean of the others; 0 for a singleton)
-    reinforce  R'
+    grpo       (R - mean) / (std + eps)
+    dr_grpo    R - mean                       (arXiv 2503.20783: no std; use with a constant denominator)
+    rloo       (R - mean) * N / (N - 1)       (equals R minus the mean of the others; 0 for a singleton)
+    reinforce  R
 
 A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
 mean of .10000000000000002, which a division by their std would turn into -.8.
 
-mean and std (N - 1; 1 for a singleton) were stamped over the *whole* advantage group when it completed, because
-minibatches and ranks may cut groups. They are of raw rewards; mean' and std' follow from bias and scale, exactly
-unless the clip binds inside the group. Every trained token of a sequence gets the sequence's advantage (outcome
-reward: GAE with gamma = lambda = 1 and no values).
+R is the reward after all shaping, clip((R + bias) * scale) included; mean, std (N - 1; 1 for a singleton) and N were
+stamped over the R of the *whole* advantage group when it completed, because minibatches and ranks may cut groups. Every
+trained token of a sequence gets the sequence's advantage (outcome reward: GAE with gamma = lambda = 1 and no values).
 """
 
 from __future__ import annotations
@@ -30,26 +28,21 @@ Floats = npt.NDArray[np.float64]
 EQUAL = 1e-12  # deviation of a group, relative to its mean, that is rounding
 
 
-def transform_rewards(rewards: Floats, config: AlgorithmConfig) -> Floats:
-    """clip((R + bias) * scale). [num_sequences]"""
-    return np.clip((rewards + config.reward_bias) * config.reward_scale, -config.reward_clip, config.reward_clip)
-
-
 def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfig) -> Floats:
     """One advantage per sequence, before any batch normalisation. [num_sequences]"""
-    rewards = transform_rewards(np.array([s.sequence.reward for s in sequences], dtype=np.float64), config)
+    rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
     if config.advantage == "reinforce":
         return rewards
     means = np.array([s.group_mean for s in sequences], dtype=np.float64)
     deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
-    centred = rewards - transform_rewards(means, config)
+    centred = rewards - means
     centred[deviations <= EQUAL * np.abs(means)] = 0.0
     if config.advantage == "dr_grpo":
         return centred
     size = np.array([s.group_size for s in sequences], dtype=np.float64)
     if config.advantage == "rloo":
         return centred * size / np.maximum(size - 1.0, 1.0)
-    return centred / (deviations * config.reward_scale + config.advantage_eps)
+    return centred / (deviations + config.advantage_eps)
 
 
 def weighted_moments(advantages: Floats, num_trained_tokens: Floats) -> tuple[float, float, float]:

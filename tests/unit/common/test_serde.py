@@ -64,6 +64,7 @@ sequences = st.builds(
     role=text,
     attempt=int32,
     metrics=counts,
+    thread=int32,
 )
 phases = st.builds(
     RolloutPhase,

@@ -10,7 +10,6 @@ from services.common.types import Segment, Sequence, StopReason, TrainingSequenc
 from services.trainer.algorithms.advantages import (
     normalize,
     sequence_advantages,
-    transform_rewards,
     weighted_moments,
 )
 
@@ -72,18 +71,6 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others() -> None:
     others = [(sum(rewards) - r) / 3 for r in rewards]
     found = sequence_advantages(group(rewards), AlgorithmConfig(advantage="rloo"))
     assert found.tolist() == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)])
-
-
-def test_reward_transform_adds_scales_and_clips() -> None:
-    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0)
-    assert transform_rewards(np.array([0.0, 1.0, 9.0]), config).tolist() == [-5.0, 5.0, 20.0]
-
-
-def test_transformed_group_advantages_use_transformed_statistics() -> None:
-    config = AlgorithmConfig(reward_bias=-0.5, reward_scale=10.0, advantage_eps=1e-12)
-    plain = AlgorithmConfig(advantage_eps=1e-12)
-    expected = sequence_advantages(group([1, 0, 0, 1]), plain).tolist()
-    assert sequence_advantages(group([1, 0, 0, 1]), config).tolist() == pytest.approx(expected)
 
 
 def test_a_group_cut_apart_keeps_its_advantages() -> None:

@@ -40,7 +40,7 @@ BEHAVIOUR_ROWS = rows(
     ),
     departs(
         "time limit of a rollout", "none", "rollout.timeout_s", 1800.0,
-        "every wait has a deadline; a rollout that takes longer is a failure, not a reward",
+        "every wait has a deadline; a rollout that takes longer is in no statistics (`rollout.on_timeout: as_scored`)",
     ),
     absent("sampled work is kept: the others are compared with each other, two at least", {
         "a failed sample": "drops its whole group",
