@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from services.trainer.attention import Documents
+from services.trainer.drawn import Drawn, KeptBlocks
 from services.trainer.model import PolicyModel
 from services.trainer.packing import Document, MicroBatch, dummy_micro_batch, pack
 from services.trainer.sharding import Ranks
@@ -30,6 +31,7 @@ class MicroTensors:
     sequence_index: torch.Tensor  # [num_targets] in [0, num_sequences)
     num_sequences: int
     is_dummy: bool
+    drawn: Drawn | None = None  # None: every target from the whole vocabulary, at the recipe's temperature
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +55,17 @@ class MicroTensors:
             sequence_index=torch.as_tensor(batch.document_index[targets], device=device),
             num_sequences=batch.num_documents,
             is_dummy=batch.is_dummy,
+            drawn=_drawn(batch, device, dtype),
         )
+
+
+def _drawn(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Drawn | None:
+    kept = temperatures = None
+    if batch.kept is not None:
+        kept = KeptBlocks.on(batch.kept.select(batch.loss_mask), device)
+    if batch.temperatures is not None:
+        temperatures = torch.as_tensor(batch.temperatures[batch.loss_mask], dtype=dtype, device=device)
+    return None if kept is None and temperatures is None else Drawn(kept=kept, temperatures=temperatures)
 
 
 def logprob_dtype(model: PolicyModel) -> torch.dtype:
@@ -74,5 +86,7 @@ def pack_for_ranks(
 
 def forward(model: PolicyModel, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, entropies) of the trained tokens. [num_targets] each"""
-    logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature)
+    logprobs, entropy = model(
+        batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature, batch.drawn
+    )
     return logprobs, entropy
