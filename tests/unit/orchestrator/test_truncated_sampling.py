@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.orchestrator.world import World
 
 LEDGERS = {"model0": VersionLedger("model0")}
 LEDGERS["model0"].record(WeightVersion(policy="model0", number=0, digest="d0"))
-CUT = {"top_p": 0.9, "min_p": 0.05}
+CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
 
 
 def rows_for(token_ids: np.ndarray) -> list[KeptRow]:

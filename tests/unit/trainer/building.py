@@ -54,7 +54,7 @@ def truncated(segment: Segment, rng: np.random.Generator) -> Segment:
     order = np.argsort(rng.random((num_tokens, VOCAB)), axis=1)
     rows = kept_rows(order, rng.integers(0, VOCAB, num_tokens), segment.token_ids.astype(np.int64), VOCAB)
     packed = pack(rows[: int(rng.integers(num_tokens + 1))], num_tokens)
-    return replace(segment, kept=packed, temperature=rng.choice([None, 0.6, 1.4]))
+    return replace(segment, kept=packed, temperature=(None, 0.6, 1.4)[int(rng.integers(3))])
 
 
 def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1, cut: bool = False) -> list[TrainingSequence]:
