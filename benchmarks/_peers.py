@@ -149,13 +149,19 @@ class ScriptedReplica:
             elif command == "new_version":
                 self.announced.append(response.new_version.version)
                 if self.fetch:
-                    self.held[response.new_version.version.policy] = response.new_version.version
+                    self._swap(response.new_version.version)
                     self._tasks.start(self._report_once(), "replica.swapped")
             elif command == "cancel_task_group":
-                self.cancelled.append(response.cancel_task_group.task_group_id)
+                self._cancel(response.cancel_task_group.task_group_id)
             elif command == "drain":
                 self.drained.set()
                 call.cancel()
+
+    def _swap(self, version: weights_pb2.WeightVersion) -> None:
+        self.held[version.policy] = version
+
+    def _cancel(self, task_group_id: str) -> None:
+        self.cancelled.append(task_group_id)
 
     def _take(self, order: pool_pb2.RunTaskGroup) -> None:
         self.orders.append(order)

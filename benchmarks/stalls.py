@@ -195,7 +195,8 @@ WORLDS: list[tuple[Shape, list[Injection]]] = [
         ],
     ),
     (
-        Shape(name="curation", settings={"data": {"curation": "filter_solved"}}),
+        # A task is left out after 29 solved groups: one task is solved soon.
+        Shape(name="curation", settings={"data": {"curation": "filter_solved", "train": {"limit": 1}}}),
         [
             switched("data exhausted", "constant", ("dataset", "nothing_to_play")),
             Injection(

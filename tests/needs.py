@@ -169,6 +169,7 @@ NEEDS = {
              on_ci=False),
         Need("made ALFWorld games", _made_rows("alfworld_made"), "set MILLRACE_DATA_ROOT", on_ci=False),
         Need("made WebShop catalogue", _made_rows("webshop_made"), "set MILLRACE_DATA_ROOT", on_ci=False),
+        Need("oracle vectors", _made_rows("oracle_vectors"), "set MILLRACE_DATA_ROOT", on_ci=False),
         Need("settings of the references", _made_rows("reference_recipes"), "set MILLRACE_DATA_ROOT", on_ci=False),
         Need("Compose schema", _variable("COMPOSE_SPEC_SCHEMA", "compose-spec.json"),
              "set COMPOSE_SPEC_SCHEMA to the Compose Specification's schema/compose-spec.json", on_ci=False),

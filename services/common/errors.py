@@ -27,6 +27,7 @@
     ├── CapacityError             CAPACITY_EXHAUSTED: wait ``retry_after_s``, or choose another replica
     ├── CorruptDataError          DIGEST_MISMATCH: a checksum does not match, fetch again in full
     ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
+    ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; what that costs is a setting
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
@@ -172,6 +173,12 @@ class DeadlineError(MillraceError):
     """A named wait ran out; the message says which wait, how long, and who was waited for."""
 
     reason = "DEADLINE_EXCEEDED"
+
+
+class RolloutTimeoutError(MillraceError):
+    """The policy took longer than ``rollout.timeout_s``: no machinery had failed or was waited for."""
+
+    reason = "ROLLOUT_TIMEOUT"
 
 
 class InfrastructureError(MillraceError):

@@ -109,6 +109,7 @@ def sequence_to_proto(sequence: Sequence) -> trajectory_pb2.Sequence:
         stop_reason=_STOP_TO_PROTO[sequence.stop_reason],
         segments=[segment_to_proto(segment) for segment in sequence.segments],
         metrics=dict(sequence.metrics),
+        thread=sequence.thread,
     )
 
 
@@ -124,6 +125,7 @@ def sequence_from_proto(proto: trajectory_pb2.Sequence) -> Sequence:
         stop_reason=stop_reason,
         segments=tuple(segment_from_proto(segment) for segment in proto.segments),
         metrics=dict(proto.metrics),
+        thread=proto.thread,
     )
 
 

@@ -131,6 +131,7 @@ class Sequence:
     role: str = "agent"
     attempt: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)  # e.g. {"tool_calls": 2.0}
+    thread: int = 0  # of the conversations that an agent had at once in this role and attempt
 
     @property
     def num_tokens(self) -> int:
@@ -145,6 +146,11 @@ class Sequence:
         """Oldest weight version among the trained tokens; None when there is none."""
         versions = [s.weight_version for s in self.segments if s.is_policy and s.num_tokens]
         return min(versions) if versions else None
+
+    @property
+    def max_version(self) -> int | None:
+        """Newest weight version among the trained tokens; None when there is none."""
+        return max((s.weight_version for s in self.segments if s.is_policy and s.num_tokens), default=None)
 
     @property
     def token_ids(self) -> TokenIds:  # [num_tokens]
@@ -304,13 +310,16 @@ class WeightTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSequence:
-    """One sequence of a batch, with the statistics of its whole advantage group stamped on it."""
+    """One sequence of a batch, with the statistics of its whole advantage group stamped on it.
+
+    They are of the rewards that are trained, after all shaping, as ``sequence.reward`` is.
+    """
 
     sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
     sequence: Sequence
     group_mean: float
     group_std: float  # sample standard deviation (N - 1); 1 for a singleton
-    group_size: int
+    group_size: int  # rewards in the statistics: one per rollout or per sequence, also of those that are not trained
     staleness: int  # versions, at batch assembly
     minibatch: int
     position: int  # order inside the minibatch, the same for any number of ranks

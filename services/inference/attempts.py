@@ -2,6 +2,8 @@
 
     play -> within order.timeout_s: attempt 0, 1, ... infra_retries -> workflow -> outcome, checked
 
+A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it, was
+waited for at its end, or is ill: everything else is a failure of the machinery, which costs the policy nothing.
 Knows nothing about slots, records, or who ordered it.
 """
 
@@ -21,6 +23,7 @@ from services.common.errors import (
     DeadlineError,
     EpisodeNotFoundError,
     InfrastructureError,
+    RolloutTimeoutError,
     WeightsStaleError,
 )
 from services.common.types import Purpose, TaskGroupOrder
@@ -60,26 +63,35 @@ class Attempts:
         """The outcome of one slot of an order.
 
         Raises:
-            MillraceError: the last attempt failed, the time was over, or a policy moved on from a required version.
+            RolloutTimeoutError: the policy was too slow.
+            DeadlineError: the time was over, and the policy was not all that took it.
+            MillraceError: the last attempt failed, or a policy moved on from a required version.
             Exception: whatever a workflow, tool or reward of the user raises.
         """
         limit = asyncio.timeout(order.timeout_s)
         try:
             async with limit:
-                return await self._play_with_retries(order, index, clock)
+                return await self._play_with_retries(order, index, clock, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise DeadlineError(
+            late = (
                 f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
-            ) from None
+            )
+            if clock.only_policy_was_waited_for and all(p.engine.health().ok for p in self._policies.values()):
+                raise RolloutTimeoutError(late) from None
+            waits = ", ".join(sorted(clock.cut_short)) or "nothing"
+            raise DeadlineError(f"{late}, after {clock.num_retries} retries and while it waited for {waits}") from None
 
-    async def _play_with_retries(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
+    async def _play_with_retries(
+        self, order: TaskGroupOrder, index: int, clock: RolloutClock, limit: asyncio.Timeout
+    ) -> Outcome:
         for attempt in range(self._infra_retries + 1):
             try:
                 return await self._play_once(order, index, attempt, clock)
             except _RETRYABLE as error:
-                if attempt == self._infra_retries:
+                # What fails while a rollout that is out of time cleans up is not played again: nothing would end it.
+                if attempt == self._infra_retries or limit.expired():
                     raise
                 self.num_retries += 1
                 clock.num_retries += 1

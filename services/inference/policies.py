@@ -10,7 +10,7 @@ from services.common.chat import Chat
 from services.common.types import Purpose, Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
 from services.inference.scripts.base import Scene, ScriptBook
-from services.inference.timing import RolloutClock
+from services.inference.timing import GENERATE, RolloutClock
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -92,7 +92,7 @@ class RolloutPolicy:
         )
         with (
             self._account.during("generating", on=engine_name(self.name), lane=self._lane),
-            self._clock.phase("generate", self.name) as phase,
+            self._clock.phase(GENERATE, self.name) as phase,
         ):
             generation = await self._policy.engine.generate(request)
             phase.segments, phase.detail = generation.segments, generation.finish_reason.value

@@ -1,10 +1,13 @@
-"""What one rollout did and when: a few microseconds per phase, carried home by its record. Decides nothing.
+"""What one rollout did and when: a few microseconds per phase, carried home by its record.
+
+Nothing is decided by the times. What was cut short tells a slow policy from machinery that was waited for.
 
 ``TimedGateway`` and ``RolloutPolicy`` write into the clock of their rollout; workflows know nothing of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from services.inference.workflows.base import CaseOutcome, Episode, Execution, G
 
 MAX_PHASES = 512  # of one rollout; what comes after is one phase that says how many
 MAX_DETAIL = 120  # characters
+GENERATE = "generate"  # the phase of a policy's turn
 
 
 @dataclass(slots=True)
@@ -33,12 +37,18 @@ class RolloutClock:
         """``accepted_at``: when the order came, in seconds since the epoch. Disabled, it records nothing."""
         self.started_at = time.time()
         self.num_retries = 0
+        self.cut_short: set[str] = set()  # kinds of phases that a cancellation ended
         self._accepted_at = accepted_at
         self._enabled = enabled
         self._zero = time.perf_counter()
         self._phases: list[RolloutPhase] = []
         self._left_out: RolloutPhase | None = None
         self._num_left_out = 0
+
+    @property
+    def only_policy_was_waited_for(self) -> bool:
+        """Whether nothing failed, and no call but of a policy's generation was cut short by a cancellation."""
+        return self.num_retries == 0 and self.cut_short <= {GENERATE}
 
     @contextmanager
     def phase(self, what: str, policy: str = "") -> Iterator[OpenPhase]:
@@ -48,6 +58,8 @@ class RolloutClock:
         try:
             yield phase
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                self.cut_short.add(what)
             phase.detail = error.reason if isinstance(error, MillraceError) else type(error).__name__
             raise
         finally:

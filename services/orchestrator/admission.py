@@ -1,4 +1,4 @@
-"""How many rollouts may be started: staleness is bounded by not starting what could only be thrown away.
+"""How many rollouts may be started: staleness is bounded by not starting what could only grow old.
 
 The rule, per policy: a task group is issued only while
 
@@ -7,6 +7,12 @@ The rule, per policy: a task group is issued only while
 where lag is how many versions the replica that would play it is behind: what it samples is that much older at birth.
 "Trained" means that the version of its training step is published: a batch in the trainer's hands still counts.
 Sequences that are filtered, fail or expire return their share. Nothing is ever evicted to make room.
+
+Accepted sequences that wait for a running sibling cannot be trained yet: a straggler would hold the places of its
+finished siblings while the trainer has nothing to do. So they do not count while the buffer lacks a batch, up to
+UNFINISHED_SHARE of the quota: less than 1 + UNFINISHED_SHARE quotas are ever outstanding when a group is issued. They
+count again as soon as a batch is there, so experience grows no older for it where the trainer is what is slow. Where late
+tokens are not trained (``mask``, ``drop``) they always count: what is issued beyond the quota would lose its oldest tokens.
 Knows counts only: neither task groups nor replicas.
 """
 
@@ -18,22 +24,12 @@ from types import MappingProxyType
 from typing import Literal
 
 
-def has_room(
-    *, accepted: int, expected: float, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0
-) -> bool:
-    """The rule above.
-
-    >>> has_room(accepted=8, expected=8, batch_size=8, max_staleness=1, steps_left=10)
-    False
-    """
-    return accepted + expected < quota(
-        batch_size=batch_size, max_staleness=max_staleness, steps_left=steps_left, lag=lag
-    )
-
-
 def quota(*, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0) -> int:
     """Sequences that may be outstanding; what the last steps cannot use is not even started."""
     return max(0, min(max_staleness + 1 - lag, steps_left)) * batch_size
+
+
+UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +39,7 @@ class Limits:
     batch_size: int
     max_staleness: int
     num_steps: int
+    counts_unfinished: bool = False  # always: accepted sequences that wait for a running sibling
 
 
 @dataclass(slots=True)
@@ -51,7 +48,9 @@ class Account:
 
     limits: Limits
     version: int = -1
-    accepted: int = 0
+    accepted: int = 0  # and not yet trained
+    unfinished: int = 0  # of these, those that wait for a running sibling
+    in_training: int = 0  # of these, those in a batch that the trainer holds
     running_slots: int = 0  # slots of issued training groups that are not resolved yet
     num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
     num_sequences: int = 0
@@ -70,14 +69,37 @@ class Account:
         return self.running_slots * self.sequences_per_trajectory
 
     @property
+    def buffered(self) -> int:
+        """Sequences that a batch can be made of."""
+        return self.accepted - self.unfinished - self.in_training
+
+    @property
+    def counted(self) -> float:
+        """Sequences that count against the quota."""
+        outstanding = self.accepted + self.expected
+        if self.limits.counts_unfinished or self.buffered >= self.limits.batch_size:
+            return outstanding
+        return outstanding - min(self.unfinished, UNFINISHED_SHARE * self.quota)
+
+    @property
     def quota(self) -> int:
+        return self.quota_at(lag=0)
+
+    def quota_at(self, lag: int) -> int:
+        """Sequences that may be outstanding at a replica with this lag."""
         limits = self.limits
-        return quota(batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left)
+        return quota(
+            batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left, lag=lag
+        )
+
+    def has_room(self, lag: int = 0) -> bool:
+        """The rule of this module."""
+        return self.counted < self.quota_at(lag)
 
     @property
     def fullness(self) -> float:
         """Share of the quota in use; 1 where there is none."""
-        return (self.accepted + self.expected) / self.quota if self.quota else 1.0
+        return self.counted / self.quota if self.quota else 1.0
 
 
 class Admission:
@@ -100,15 +122,7 @@ class Admission:
         return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
 
     def has_room(self, policy: str, lag: int = 0) -> bool:
-        account = self.accounts[policy]
-        return has_room(
-            accepted=account.accepted,
-            expected=account.expected,
-            batch_size=account.limits.batch_size,
-            max_staleness=account.limits.max_staleness,
-            steps_left=account.steps_left,
-            lag=lag,
-        )
+        return self.accounts[policy].has_room(lag)
 
     def is_surplus(self, policy: str, num_sequences: int) -> bool:
         """Whether the policy cannot use these sequences, which are among the accepted ones already."""
@@ -116,7 +130,7 @@ class Admission:
         if account.steps_left == 0:
             return True
         outrun = self._admit == "any" or policy in self.absent
-        return outrun and account.accepted - num_sequences >= account.quota
+        return outrun and account.accepted - account.unfinished - num_sequences >= account.quota
 
     def issued(self, num_slots: int, policies: Iterable[str]) -> None:
         """A training group of these policies was issued (or its slots are wanted again)."""
@@ -136,11 +150,27 @@ class Admission:
             account.running_slots -= 1
             assert account.running_slots >= 0
             account.accepted += count
+            account.unfinished += count
             account.num_trajectories += 1
             account.num_sequences += count
 
+    def finished(self, policy: str, num_sequences: int) -> None:
+        """The group of these accepted sequences has no running slot any more."""
+        account = self.accounts[policy]
+        account.unfinished -= num_sequences
+        assert account.unfinished >= 0
+
+    def taken(self, policy: str, num_sequences: int) -> None:
+        """The trainer was given these sequences."""
+        self.accounts[policy].in_training += num_sequences
+
+    def trained(self, policy: str, num_sequences: int) -> None:
+        """The version of their training step is published."""
+        self.accounts[policy].in_training -= num_sequences
+        self.returned(policy, num_sequences)
+
     def returned(self, policy: str, num_sequences: int) -> None:
-        """Sequences were trained, filtered or expired."""
+        """Accepted sequences are no longer outstanding: trained, filtered or expired."""
         account = self.accounts[policy]
         account.accepted -= num_sequences
         assert account.accepted >= 0

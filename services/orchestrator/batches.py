@@ -9,6 +9,8 @@ after any crash, gives the same batch. Knows nothing about grpc or trainers' lea
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,15 +19,18 @@ import structlog
 from services.common.aio import deadline
 from services.common.config.policy import BatchConfig
 from services.common.errors import CorruptDataError, InfrastructureError, InvalidRequestError
+from services.common.fates import StepFact
 from services.common.types import RankBatch, Sequence, TrainingSequence
 from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.buffer.late import mask_sequence
 from services.orchestrator.buffer.split import rank_share
 from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, GroupBy, Member, group_key, split_sequence_id
+from services.orchestrator.groups import AdvantageGroup, GroupBy, Member, TaskGroup, group_key, split_sequence_id
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.late import LateGroups
 
 log = structlog.get_logger()
 
@@ -72,13 +77,19 @@ class Batches:
         journal: Journal,
         open_reader: Callable[[], JournalReader],
         may_begin: Callable[[int], bool] = lambda step: True,
+        cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``cancel`` ends the open slots of groups whose results could only be dropped."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
         self._open_reader = open_reader
         self._may_begin = may_begin
+        self._clock = clock
+        self.late = LateGroups(policy, config, experience, cancel, clock)
+        self._taken_at: tuple[int, float] | None = None  # the newest batch that this process put together: step, when
         self._recent: dict[int, Batch] = {}
         self._changed = asyncio.Event()  # set when a wait may be over
         self._assembly = asyncio.Lock()
@@ -93,6 +104,12 @@ class Batches:
     def recover(self, record: BatchRecord) -> None:
         """A batch that an earlier process recorded."""
         self._note(record)
+
+    def published(self, version: int) -> None:
+        """The version of a training step is durable."""
+        self.newest_version = version
+        if self._taken_at is not None and self._taken_at[0] == version:
+            self.late.step_s = self._clock() - self._taken_at[1]
 
     def notify(self) -> None:
         """The buffer, the newest version or the pause changed."""
@@ -120,7 +137,8 @@ class Batches:
             async with deadline(timeout_s, wanted):
                 while not self._can_serve(training_step):
                     self._changed.clear()
-                    await self._changed.wait()
+                    with contextlib.suppress(TimeoutError):  # then a wait for due groups is over
+                        await asyncio.wait_for(self._changed.wait(), self.late.left_s())
         finally:
             self.num_waiting -= 1
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
@@ -133,7 +151,7 @@ class Batches:
             return True  # another rank's call assembled it
         # A step starts from the version before it, and its age is counted from there: wait for that one too.
         ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
-        return ready and not self.paused and self._may_begin(training_step)
+        return ready and not self.paused and self._may_begin(training_step) and self.late.settled()
 
     def close(self) -> None:
         """End all waits: the process is stopping."""
@@ -145,6 +163,7 @@ class Batches:
             if training_step <= self.newest_step:  # another rank was first
                 return await self._replay(training_step)
             groups, statistics = self._experience.take_batch(self.policy, training_step)
+            statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}
             num_fresh = sum(group.size for group in groups)
             replayed = self._experience.draw_replayed(self.policy, training_step, num_fresh)
             record, sequences = assemble(
@@ -158,6 +177,7 @@ class Batches:
                 apply=lambda: self._experience.batch_recorded(groups),
             )
             self._note(record)
+            self._taken_at = (training_step, self._clock())
             self._remember(Batch(record=record, sequences=sequences, replayed=True))
             self.notify()
             log.info("batch.ready", policy=self.policy, step=training_step, sequences=len(record.entries))
@@ -218,8 +238,14 @@ def read_fresh_groups(
     return [
         AdvantageGroup(
             task_group_id=task_group_id, policy=policy, role=role, attempt=attempt,
-            members=tuple(Member(sequence_id=e.sequence_id, sequence=sequences[e.sequence_id]) for e in entries),
-            mean=entries[0].group_mean, std=entries[0].group_std,
+            members=tuple(
+                Member(
+                    sequence_id=e.sequence_id, sequence=sequences[e.sequence_id],
+                    trained_from=e.trained_from, num_masked_tokens=e.num_masked_tokens,
+                )
+                for e in entries
+            ),
+            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size, group_by=group_by,
         )
         for (task_group_id, _, role, attempt), entries in found.items()
         if task_group_id not in lost
@@ -246,4 +272,6 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
 
 
 def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
+    if entry.trained_from:
+        sequence = mask_sequence(sequence, entry.trained_from)
     return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -1,7 +1,7 @@
 """Which prompts are worth playing: decided from what earlier task groups of the same prompt brought.
 
 - ``accept_all``: every prompt.
-- ``filter_solved``: not those that are solved almost always (an average of rewards that forgets).
+- ``filter_solved``: not those that are solved almost always (a decaying average of the share of successes).
 - ``greso``: those whose rewards were all equal lately are drawn less often, the longer that lasts; how much less adapts
   so that the share of such groups stays near a target. Source: GRESO (arXiv 2506.02177).
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+
+from services.common.config.data import DataConfig
 
 Kind = Literal["easy", "hard"]
 
@@ -36,11 +38,16 @@ class Curation(Protocol):
     def gauges(self) -> dict[str, float]: ...
 
 
-def build_curation(name: str, seed: int) -> Curation:
+def build_curation(config: DataConfig, seed: int) -> Curation:
     """By its name in ``data.curation``."""
-    if name == "filter_solved":
-        return FilterSolved()
-    return Greso(seed) if name == "greso" else AcceptAll()
+    if config.curation == "filter_solved":
+        return FilterSolved(seed, solved_reward=config.solved_reward, revisit=config.revisit_solved)
+    return Greso(seed) if config.curation == "greso" else AcceptAll()
+
+
+def accepted_by_chance(probability: float, seed: int, position: int) -> bool:
+    """Drawn by position, so that the decision does not depend on how many were drawn before a restart."""
+    return probability >= 1.0 or float(np.random.default_rng([seed, position]).random()) < probability
 
 
 class AcceptAll:
@@ -60,25 +67,34 @@ class AcceptAll:
 
 
 class FilterSolved:
-    """A prompt is played while the decaying average of its mean reward is below ``limit``."""
+    """A prompt is played while a decaying average of its share of successes, from 0, is below ``limit``.
 
-    def __init__(self, *, decay: float = 0.9, limit: float = 0.95) -> None:
+    With the defaults it takes 29 solved groups in a row to leave (1 - 0.9 ** 29 >= 0.95). A solved prompt is played with
+    the chance ``revisit`` all the same, and comes back when it is no longer solved.
+    """
+
+    def __init__(
+        self, seed: int, *, solved_reward: float = 1.0, revisit: float = 0.0, decay: float = 0.9, limit: float = 0.95
+    ) -> None:
+        self._seed = seed
+        self._solved_reward = solved_reward
+        self._revisit = revisit
         self._decay = decay
         self._limit = limit
         self._average: dict[int, float] = {}
         self._num_skipped = 0
 
     def accepts(self, row: int, position: int) -> bool:
-        accepted = self._average.get(row, 0.0) < self._limit
+        solved = self._average.get(row, 0.0) >= self._limit
+        accepted = not solved or (self._revisit > 0.0 and accepted_by_chance(self._revisit, self._seed, position))
         self._num_skipped += not accepted
         return accepted
 
     def observe(self, row: int, rewards: Sequence[float]) -> None:
         if not rewards:
             return  # every rollout failed: nothing was learnt about the prompt
-        mean = sum(rewards) / len(rewards)
-        known = self._average.get(row)
-        self._average[row] = mean if known is None else self._decay * known + (1 - self._decay) * mean
+        share = sum(reward >= self._solved_reward for reward in rewards) / len(rewards)
+        self._average[row] = self._decay * self._average.get(row, 0.0) + (1 - self._decay) * share
 
     def advanced(self) -> None:
         pass
@@ -127,9 +143,7 @@ class Greso:
         return max(self.p[streak.kind] ** streak.length, self._settings.floors[streak.kind])
 
     def accepts(self, row: int, position: int) -> bool:
-        probability = self.probability(row)
-        # Drawn by position, so that the decision does not depend on how many were drawn before a restart.
-        accepted = probability >= 1.0 or float(np.random.default_rng([self._seed, position]).random()) < probability
+        accepted = accepted_by_chance(self.probability(row), self._seed, position)
         self._num_skipped += not accepted
         return accepted
 

@@ -146,7 +146,10 @@ class Dispatcher:
             del self._orphans[name]
             self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
             self._counters["slots_reissued"] += len(group.unresolved)
-            record = records.assignment_to_json(name, replica.replica_id, replica.incarnation)
+            born = self._born(replica, group.order.policies)
+            if group.is_training:
+                self._experience.reissued(group, born)
+            record = records.assignment_to_json(name, replica.replica_id, replica.incarnation, born)
             self._journal.submit(records.ASSIGNMENT, name, record.copy, self._send_when_durable(name))
         return wait
 
@@ -178,6 +181,7 @@ class Dispatcher:
         if replica is None:
             return False, "the quota has room only for replicas that hold newer versions"
         group = self._training.next_group(policies)
+        group.born = self._born(replica, policies)
         self._experience.issued(group)
         self._issue_to(group, replica)
         return True, ""
@@ -191,7 +195,7 @@ class Dispatcher:
 
     def _full_quotas(self) -> str:
         full = [
-            f"{policy}: {account.accepted + round(account.expected)} of {account.quota}"
+            f"{policy}: {round(account.counted)} of {account.quota}"
             for policy, account in self._admission.accounts.items()
             if account.steps_left > 0 and not self._admission.has_room(policy)
         ]
@@ -231,6 +235,10 @@ class Dispatcher:
     def _usable(self, order: TaskGroupOrder, num_slots: int) -> list[Replica]:
         required, policies = order.required_versions, order.policies
         return [r for r in self._pool if r.takes_work and r.fits(num_slots) and self.may_play(r, required, policies)]
+
+    def _born(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
+        """The versions on which rollouts begin there, per policy."""
+        return {policy: replica.held[policy].number for policy in self._all(policies)}
 
     def _lags(self, replica: Replica, policies: tuple[str, ...]) -> dict[str, int]:
         """How many versions it is behind, per policy."""
@@ -309,6 +317,7 @@ def _record(group: TaskGroup, replica_id: str, incarnation: str) -> GroupRecord:
         evaluation=group.evaluation,
         replica_id=replica_id,
         incarnation=incarnation,
+        born=dict(group.born),
     )
 
 

@@ -1,7 +1,8 @@
 """Evaluations: passes over fixed tasks, each on pinned weight versions where that costs nobody anything.
 
-Invariant: the denominator never shrinks: a failed rollout counts as 0 and is reported. Knows nothing about replicas or
-the journal; whoever plays the groups says where they are played (``evaluators``) and what came of them.
+Invariant: the denominator never shrinks: a failed rollout is scored (``evaluation.failed_reward``) and reported. Knows
+nothing about replicas or the journal; whoever plays the groups says where they are played (``evaluators``) and what came
+of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.orders import GroupNames, sampling_of, seed_of
+from services.orchestrator.rewards import RewardRules, filled_rows
 from services.orchestrator.scores import DatasetScore, overall, score
 
 
@@ -36,7 +38,7 @@ class EvaluationPass:
     awaited: frozenset[str] = frozenset()  # until it is decided: replicas that are told of no version beyond the next
     next_row: int = 0
     issued_rows: set[int] = field(default_factory=set)  # before a restart
-    rewards: dict[int, list[float]] = field(default_factory=dict)  # by row; failures are 0
+    rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
     failed_rows: set[int] = field(default_factory=set)
     num_issued: int = 0
     num_resolved: int = 0
@@ -80,15 +82,14 @@ class EvaluationPass:
             self.group_ids.add(group_id)
             self.num_issued += self.samples[row]
 
-    def note(self, outcome: Outcome, row: int) -> None:
-        """Count an outcome of one of its groups."""
+    def note(self, outcome: Outcome, reward: float | None, row: int) -> None:
+        """Count an outcome of one of its groups, which is worth ``reward``."""
         self.num_resolved += 1
+        self.rewards.setdefault(row, []).append(reward)
         if not isinstance(outcome, Trajectory):
             self.num_failed += 1
             self.failed_rows.add(row)
-            self.rewards.setdefault(row, []).append(0.0)
             return
-        self.rewards.setdefault(row, []).append(outcome.reward)
         for sequence in outcome.sequences:
             role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
             total, count = self.roles.get(role, (0.0, 0))
@@ -112,10 +113,12 @@ class Evaluations:
         on_result: Callable[[EvaluationResult], None],
         compositions: Sequence[tuple[str, ...]] = ((),),
         samples: Mapping[str, int] = MappingProxyType({}),
+        rules: RewardRules | None = None,
     ) -> None:
         """``compositions``: policies that are evaluated together, each in a pass of its own. ``samples``: those per task
         of datasets that do not take the number of all."""
         self._config = config
+        self._rules = rules or RewardRules()
         self._sources = dict(sources)
         self._samples = dict.fromkeys(sources, config.samples_per_task) | dict(samples)
         self._rows = [(name, row) for name, source in self._sources.items() for row in range(len(source))]
@@ -213,7 +216,10 @@ class Evaluations:
         current = self._passes.get(group.evaluation)
         if current is None:
             return
-        current.note(outcome, group.position)
+        reward = self._rules.outcome_reward(outcome)
+        if reward is None and not isinstance(outcome, Trajectory):
+            reward = self._config.failed_reward
+        current.note(outcome, reward, group.position)
         if current.finished:
             del self._passes[current.name]
             result = self._result(current)
@@ -238,10 +244,11 @@ class Evaluations:
     def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:
         for name, source in self._sources.items():
             rows = [row for row, (dataset, _) in enumerate(self._rows) if dataset == name]
+            rewards = filled_rows([current.rewards[row] for row in rows])
             yield score(
                 name,
                 [source[self._rows[row][1]].task_id if row in current.failed_rows else "" for row in rows],
-                [current.rewards[row] for row in rows],
+                rewards,
                 [row in current.failed_rows for row in rows],
                 self._config.pass_reward,
             )

@@ -1,7 +1,8 @@
 """What resolved slots become: statistics, filtered advantage groups, one buffer and one quota account per policy.
 
     slot resolved -> quota
-    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping -> buffer -> batch -> version published
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping, statistics -> buffer -> batch
+              -> version published
 
 The same methods serve live operation and recovery, in journal order, so a restarted orchestrator holds what the earlier
 one held. Knows nothing about replicas, grpc, or how records became durable.
@@ -14,15 +15,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from services.common import fates
 from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.orchestrator.buffer.late import LateRule
 from services.orchestrator.buffer.replay import ReplayStore
 from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
-from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, advantage_groups, dynamic_sampling
+from services.orchestrator.groups import AdvantageGroup, Member, Outcome, TaskGroup, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord, Verdict
+from services.orchestrator.rewards import RewardRules, is_timeout, without_masked
+from services.orchestrator.unfinished import UnfinishedGroups
 
 
 @dataclass(slots=True)
@@ -34,10 +39,17 @@ class StepStatistics:
     num_failures: int = 0
     num_groups_equal: int = 0
     num_expired: int = 0
+    num_tokens_expired: int = 0
+    num_cancelled: int = 0
     roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
     num_shaped: int = 0  # sequences whose length was judged
     num_overlong: int = 0
     penalty_sum: float = 0.0
+    num_timeouts: int = 0  # of the failures
+    num_truncated_masked: int = 0
+    num_clipped: int = 0
+    trained_sum: float = 0.0  # of the transformed rewards of complete groups, whatever becomes of them
+    num_transformed: int = 0
 
     def note_roles(self, policy: str, trajectory: Trajectory) -> None:
         for sequence in trajectory.sequences:
@@ -51,8 +63,15 @@ class StepStatistics:
         values = {
             "failures": float(self.num_failures),
             "groups_equal_dropped": float(self.num_groups_equal),
-            "sequences_expired": float(self.num_expired),
+            fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
+            fates.StepFact.TOKENS_EXPIRED.value: float(self.num_tokens_expired),
+            fates.StepFact.SLOTS_CANCELLED.value: float(self.num_cancelled),
+            fates.StepFact.TIMEOUTS.value: float(self.num_timeouts),
+            fates.StepFact.TRUNCATED_MASKED.value: float(self.num_truncated_masked),
+            fates.StepFact.REWARDS_CLIPPED.value: float(self.num_clipped),
         }
+        if self.num_transformed:
+            values["trained_reward_mean"] = self.trained_sum / self.num_transformed
         if self.num_trajectories:
             values["reward_mean"] = self.reward_sum / self.num_trajectories
         values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
@@ -68,44 +87,76 @@ class Experience:
         policies: Mapping[str, BatchConfig],
         num_steps: int,
         counters: Counter[str],
-        on_closed: Callable[[str, str], None] = lambda group_id, reason: None,
+        on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
+        rules: RewardRules | None = None,
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
+        self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._counters = counters
         self._on_closed = on_closed
         self.buffers = {
-            name: ExperienceBuffer(batch.fresh_size, batch.max_staleness, batch.order)
+            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
             for name, batch in policies.items()
         }
         self.admission = Admission(
             {
-                name: Limits(batch_size=batch.fresh_size, max_staleness=batch.max_staleness, num_steps=num_steps)
+                name: Limits(
+                    batch_size=batch.fresh_size,
+                    max_staleness=batch.max_staleness,
+                    num_steps=num_steps,
+                    counts_unfinished=batch.late in ("mask", "drop"),
+                )
                 for name, batch in policies.items()
             },
             admit,
         )
         self.replay = {name: ReplayStore(name, batch.replay) for name, batch in policies.items()}
         self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
-        self._group_by = {name: batch.group_by for name, batch in policies.items()}
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
+        self.unfinished = UnfinishedGroups()
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
         """The policies that a task group may bring sequences for."""
         return group.order.policies or tuple(self._policies)
 
     def issued(self, group: TaskGroup) -> None:
+        """A training group was issued; ``group.born`` says on which versions its slots begin."""
+        self.unfinished.add(group)
         self.admission.issued(len(group.unresolved), self.policies_of(group))
+
+    def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
+        """The open slots of a training group begin again, on these versions."""
+        self.unfinished.remove(group)
+        group.born = dict(born)
+        self.unfinished.add(group)
+
+    def due(self, policy: str) -> list[TaskGroup]:
+        """Unfinished groups whose open slots began on a version that the policy's next step is the last to train."""
+        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+
+    def is_due_everywhere(self, group: TaskGroup) -> bool:
+        """The same for every policy of the group that has steps left."""
+        return all(
+            group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            for policy in self.policies_of(group)
+            if self.admission.accounts[policy].steps_left > 0
+        )
+
+    def _oldest_allowed(self, policy: str) -> int:
+        return self.buffers[policy].version - self._policies[policy].max_staleness
 
     def cancelled(self, group: TaskGroup) -> None:
         """Nothing more is wanted of a training group that is still running."""
+        self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
         for policy, count in _sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
             self.admission.returned(policy, count)
 
     def resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
@@ -122,19 +173,25 @@ class Experience:
                 statistics.note_roles(policy, outcome)
                 statistics.reward_sum += outcome.reward
                 statistics.num_trajectories += 1
+            elif outcome.reason == fates.TOO_OLD:
+                statistics.num_cancelled += 1
             else:
                 statistics.num_failures += 1
+                statistics.num_timeouts += is_timeout(outcome)
         return self._completed(group) if group.complete else []
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
-        verdicts = [self._take_in(advantage_group) for advantage_group in advantage_groups(group, self._group_by)]
+        self.unfinished.remove(group)
+        for policy, count in _sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
+        verdicts = [self._take_in(advantage_group) for advantage_group in self._rules.groups(group)]
         if not self._buffered[group.id]:
             del self._buffered[group.id]
-            self._on_closed(group.id, "nothing to train")
+            self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
         return verdicts
 
     def _take_in(self, group: AdvantageGroup) -> Verdict:
-        outcome, kept = self._judge(group)
+        outcome, kept, num_expired = self._judge(group)
         return Verdict(
             policy=group.policy,
             role=group.role,
@@ -144,18 +201,22 @@ class Experience:
             mean=kept.mean if kept else group.mean,
             std=kept.std if kept else group.std,
             outcome=outcome,
+            num_expired=num_expired,
         )
 
-    def _judge(self, group: AdvantageGroup) -> tuple[str, AdvantageGroup | None]:
-        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it."""
+    def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
+        """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it, and how many of its
+        members are too old."""
         policy = group.policy
         config = self._policies[policy]
-        _, dropped = dynamic_sampling([group], config.dynamic_sampling)
+        judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
+        self._note_rewards(judged, num_clipped)
+        _, dropped = dynamic_sampling([judged], config.dynamic_sampling)
         if dropped:
             self._since_batch[policy].num_groups_equal += 1
             self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, "sequences_filtered_equal_rewards")
-            return "equal_rewards", None
+            return fates.GroupFate.EQUAL_REWARDS, None, 0
         if config.resample is not None:
             kept = resample_group(group, config.resample)
             left_out = group.size - (kept.size if kept else 0)
@@ -163,21 +224,45 @@ class Experience:
             self._counters["sequences_resampled_away"] += left_out
             if kept is None:
                 self._since_batch[policy].num_groups_equal += 1
-                return "resampled_away", None
+                return fates.GroupFate.RESAMPLED_AWAY, None, 0
             group = kept
         if config.overlong_penalty is not None:
             group = self._shaped(group, config.overlong_penalty)
+        trained = without_masked(self._rules.transformed(group)[0])
+        num_masked = group.size - (trained.size if trained else 0)
+        self._since_batch[policy].num_truncated_masked += num_masked
+        self.admission.returned(policy, num_masked)
+        self._counters[fates.StepFact.TRUNCATED_MASKED.value] += num_masked
+        if trained is None:
+            return fates.GroupFate.TRUNCATED, None, 0
+        group = trained
         if self.admission.is_surplus(policy, group.size):
             self._drop(group, "sequences_surplus")
-            return "surplus", None
-        if not self.buffers[policy].add(group):
-            self._since_batch[policy].num_expired += group.size
-            self._drop(group, "sequences_expired")
-            return "expired", None
+            return fates.GroupFate.SURPLUS, None, 0
+        kept, old = self.buffers[policy].add(group)
+        self._expire(policy, old)
+        if kept is None:
+            return fates.GroupFate.EXPIRED, None, len(old)
         self._buffered[group.task_group_id] += 1
-        self.num_kept[policy] += group.size
+        self.num_kept[policy] += kept.size
         self.num_filtered_in_a_row[policy] = 0
-        return "kept", group
+        return fates.GroupFate.KEPT, kept, len(old)
+
+    def _expire(self, policy: str, members: list[Member]) -> None:
+        """Nothing of these members may be trained any more."""
+        num_tokens = sum(member.sequence.num_trained_tokens for member in members)
+        self._since_batch[policy].num_expired += len(members)
+        self._since_batch[policy].num_tokens_expired += num_tokens
+        self._counters["sequences_expired"] += len(members)
+        self._counters["tokens_expired"] += num_tokens
+        self.admission.returned(policy, len(members))
+
+    def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
+        since = self._since_batch[judged.policy]
+        since.num_clipped += num_clipped
+        since.trained_sum += judged.mean * judged.num_compared
+        since.num_transformed += judged.num_compared
+        self._counters[fates.StepFact.REWARDS_CLIPPED.value] += num_clipped
 
     def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
         shaped, penalties = shape_group(group, config)
@@ -201,10 +286,14 @@ class Experience:
         groups = self.buffers[policy].take()
         statistics = self._since_batch[policy].summary()
         self._since_batch[policy] = StepStatistics()
-        self._in_training[policy, training_step] = sum(group.size for group in groups)
+        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
         if self.replay[policy].enabled:
             self._fresh[policy, training_step] = groups
         return groups, statistics
+
+    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
+        self._in_training[policy, training_step] = num_sequences
+        self.admission.taken(policy, num_sequences)
 
     def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
         """Trained groups that fill a batch of so many fresh sequences up, as far as any are young enough."""
@@ -227,7 +316,7 @@ class Experience:
     def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
         """A batch of these groups is durable."""
         for group in groups:
-            self._left_buffer(group, "trained")
+            self._left_buffer(group, fates.ClosedReason.TRAINED)
 
     def recover_batch(self, record: BatchRecord) -> None:
         """A batch was recorded by an earlier process: its sequences are no longer for anybody else."""
@@ -237,21 +326,21 @@ class Experience:
         self._since_batch[policy] = StepStatistics()
         missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
         self.admission.accounts[policy].accepted += missing
-        self._in_training[policy, record.training_step] = len(fresh)
+        self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
 
     def advanced(self, policy: str, version: int) -> None:
         """A version was published: its batch is trained, and what is now too old leaves."""
         self.admission.advanced(policy, version)
         for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
-            self.admission.returned(policy, self._in_training.pop(key))
+            self.admission.trained(policy, self._in_training.pop(key))
         self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
-        for group in self.buffers[policy].advance(version):
-            self._since_batch[policy].num_expired += group.size
-            self._drop(group, "sequences_expired")
-            self._left_buffer(group, "expired")
+        for group, old in self.buffers[policy].advance(version):
+            self._expire(policy, old)
+            if len(old) == group.size:
+                self._left_buffer(group, fates.ClosedReason.EXPIRED)
 
-    def _left_buffer(self, group: AdvantageGroup, reason: str) -> None:
+    def _left_buffer(self, group: AdvantageGroup, reason: fates.ClosedReason) -> None:
         name = group.task_group_id
         self._buffered[name] -= 1
         if self._buffered[name] <= 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from services.common.fates import TOO_OLD
 from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.groups import TaskGroup
@@ -27,6 +28,7 @@ class GivingUp:
         self._dispatcher = dispatcher
         self._evaluations = evaluations
         self._ingest = ingest
+        self._cancelled: set[str] = set()  # task groups whose end is on its way to the journal
 
     def orphaned(self, task_group_ids: list[str]) -> None:
         """Nobody plays these any more: issue their open slots again, but not for ever."""
@@ -41,6 +43,18 @@ class GivingUp:
         log.warning("task_group.given_up", task_group=group.id, reason=reason, open_slots=len(group.unresolved))
         for index in group.unresolved:
             self._ingest.fail(group, index, reason, detail)
+
+    def cancel_too_old(self, groups: list[TaskGroup]) -> None:
+        """End the open slots of training groups whose results could only be dropped; repeating it is harmless."""
+        self._cancelled &= self._groups.keys()
+        for group in groups:
+            if group.id in self._cancelled:
+                continue
+            self._cancelled.add(group.id)
+            log.info("task_group.too_old", task_group=group.id, open_slots=len(group.unresolved))
+            self._dispatcher.cancel(group.id, "its open slots are too old to be trained")
+            for index in group.unresolved:
+                self._ingest.fail(group, index, TOO_OLD, "a rollout that began then could only have been dropped")
 
     def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
         """Fail what is left of evaluations on versions that nobody holds any more."""

@@ -1,7 +1,8 @@
 """Task groups and the advantage groups that come out of them.
 
 Invariants: the first outcome of a slot wins; a group completes when every slot has one, trajectory or final failure;
-statistics are stamped once, over the whole advantage group, when its task group completes.
+statistics are stamped when its task group completes, over the rewards of the whole advantage group: also of members that
+are not trained, and of rollouts without any token. What a reward is there, ``rewards`` says.
 Knows nothing about replicas, buffers or the journal.
 """
 
@@ -16,7 +17,7 @@ from typing import Literal
 from services.common.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
 
 Outcome = Trajectory | RolloutFailure
-GroupBy = Literal["attempt", "policy"]
+GroupBy = Literal["attempt", "rollout", "policy"]
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class TaskGroup:
     position: int = -1  # in the curriculum, or in the evaluation data
     evaluation: str = ""  # the evaluation pass that it belongs to
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
     num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
 
     @property
@@ -68,14 +70,23 @@ class Member:
     """One sequence of an advantage group."""
 
     sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
-    sequence: Sequence
+    sequence: Sequence  # as it is trained: what is masked has become environment
+    trained_from: int = 0  # policy tokens of older versions are masked
+    num_masked_tokens: int = 0
+    trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
+
+    @property
+    def rollout(self) -> str:
+        """The slot that it comes from, with its task group."""
+        return self.sequence_id.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageGroup:
     """Sequences of one task group that are compared with each other, and their statistics.
 
-    They share policy, role and attempt; with ``group_by: policy`` the policy alone, and role and attempt say nothing.
+    They share policy, role and attempt; with ``group_by: policy`` or ``rollout`` the policy alone, and role and attempt say
+    nothing.
     """
 
     task_group_id: str
@@ -85,9 +96,13 @@ class AdvantageGroup:
     members: tuple[Member, ...]
     mean: float
     std: float  # sample standard deviation (N - 1); 1 for a singleton
+    num_compared: int  # rewards that mean and std are of: of rollouts, or of sequences with ``group_by: policy``
+    group_by: GroupBy = "attempt"
+    silent: tuple[float, ...] = ()  # rewards of rollouts that are compared and left no sequence
 
     @property
     def size(self) -> int:
+        """Its sequences."""
         return len(self.members)
 
     @property
@@ -99,7 +114,7 @@ class AdvantageGroup:
     @property
     def rewards_equal(self) -> bool:
         first = self.members[0].sequence.reward
-        return all(m.sequence.reward == first for m in self.members)
+        return all(m.sequence.reward == first for m in self.members) and all(r == first for r in self.silent)
 
 
 def sequence_id(task_group_id: str, index: int, position: int) -> str:
@@ -125,23 +140,55 @@ def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = Mapping
             name = sequence_id(group.id, trajectory.index, position)
             key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
             members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
-    groups = []
-    for (policy, role, attempt), found in members.items():
-        mean, std = statistics([m.sequence.reward for m in found])
-        groups.append(
+    return [
+        stamped(
             AdvantageGroup(
-                task_group_id=group.id, policy=policy, role=role, attempt=attempt,
-                members=tuple(found), mean=mean, std=std,
+                task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
+                mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"),
             )
-        )  # fmt: skip
-    return groups
+        )
+        for (policy, role, attempt), found in members.items()
+    ]  # fmt: skip
 
 
 def group_key(sequence: Sequence, group_by: GroupBy) -> tuple[str, str, int]:
     """(policy, role, attempt) of the advantage group that a sequence belongs to."""
-    if group_by == "policy":
-        return sequence.policy, "", 0
-    return sequence.policy, sequence.role, sequence.attempt
+    if group_by == "attempt":
+        return sequence.policy, sequence.role, sequence.attempt
+    return sequence.policy, "", 0
+
+
+def stamped(group: AdvantageGroup) -> AdvantageGroup:
+    """The group with the statistics of its rewards.
+
+    A rollout counts once, with the mean reward of its sequences in the group, however many threads its agent had; with
+    ``group_by: policy`` every sequence counts. With ``group_by: rollout`` that mean becomes the reward of all of them, so
+    that a rollout has one advantage.
+    """
+    if group.group_by == "policy":
+        rewards = [member.sequence.reward for member in group.members]
+    else:
+        by_rollout: dict[str, list[float]] = {}
+        for member in group.members:
+            by_rollout.setdefault(member.rollout, []).append(member.sequence.reward)
+        means = {rollout: _mean(found) for rollout, found in by_rollout.items()}
+        rewards = list(means.values())
+        if group.group_by == "rollout":
+            group = replace(group, members=tuple(rewarded(m, means[m.rollout]) for m in group.members))
+    mean, std = statistics([*rewards, *group.silent])
+    return replace(group, mean=mean, std=std, num_compared=len(rewards) + len(group.silent))
+
+
+def rewarded(member: Member, reward: float) -> Member:
+    """The same member with another reward."""
+    if reward == member.sequence.reward:
+        return member
+    return replace(member, sequence=replace(member.sequence, reward=reward))
+
+
+def _mean(values: list[float]) -> float:
+    first = values[0]  # exactly, where all are alike
+    return first if all(value == first for value in values) else math.fsum(values) / len(values)
 
 
 def statistics(rewards: Iterable[float]) -> tuple[float, float]:
@@ -157,16 +204,18 @@ def statistics(rewards: Iterable[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup:
-    """A group of some of the members, with statistics of its own."""
-    return with_members(group, (group.members[position] for position in positions))
+def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup | None:
+    """A group of some of the members and, counted on from them, of the silent ones, with statistics of its own; None
+    without a member."""
+    chosen, size = list(positions), group.size
+    members = [group.members[position] for position in chosen if position < size]
+    silent = [group.silent[position - size] for position in chosen if position >= size]
+    return with_members(replace(group, silent=tuple(silent)), members) if members else None
 
 
 def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGroup:
     """The same group of these members, its statistics stamped anew."""
-    members = tuple(found)
-    mean, std = statistics([member.sequence.reward for member in members])
-    return replace(group, members=members, mean=mean, std=std)
+    return stamped(replace(group, members=tuple(found)))
 
 
 def dynamic_sampling(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import structlog
 
-from services.common import kept_tokens
+from services.common import fates, kept_tokens
 from services.common.types import Purpose, RolloutFailure, Sampling, Segment, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import records, rollouts
@@ -116,9 +116,12 @@ class Ingest:
             self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
         else:
             failure = record
-            self._counters[self._counter_of(failure.reason)] += 1
-            self.failures_in_a_row += 1
-            self.last_failure = f"{failure.reason}: {failure.detail}"
+            if failure.reason == fates.TOO_OLD:  # nothing failed: it was cancelled
+                self._counters["slots_cancelled"] += 1
+            else:
+                self._counters[self._counter_of(failure.reason)] += 1
+                self.failures_in_a_row += 1
+                self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
 
     def _counter_of(self, reason: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from services.common import fates
 from services.orchestrator.commands import LeavePool, StopTraining
 from services.orchestrator.metrics import evaluation_values
 from services.orchestrator.ring import Ring
@@ -38,7 +39,7 @@ async def live(ring: Ring) -> None:
             phases.cancel()
             stop.cancel()
         ring.dispatcher.train = False
-        ring.cancel_training_groups("the run has ended")
+        ring.cancel_training_groups(fates.ClosedReason.RUN_ENDED)
         ring.control.enter(RunState.STOPPED if ring.control.stop_requested.is_set() else RunState.FINISHED)
         ring.metrics.summary(summary(ring))
     elif not (ring.run_dir / "summary.json").is_file():  # an earlier process died between the two
@@ -69,7 +70,7 @@ async def _phases(ring: Ring) -> None:
         ring.dispatcher.schedule()
         await _train(ring)
         ring.dispatcher.train = False
-    ring.cancel_training_groups("all training steps are done")
+    ring.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
     if evaluation.at_end and not ring.evaluations.finished(END):
         ring.control.enter(RunState.EVALUATING_END)
         await ring.begin_evaluation(END)

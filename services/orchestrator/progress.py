@@ -92,7 +92,9 @@ def waits(ring: Ring) -> list[str]:
             found.append(f"run waits: no trainer of {policy} has joined")
         elif ledger.newest is None:
             found.append(f"run waits for the first version of {policy}")
-        if ring.batches[policy].num_waiting:
+        if ring.batches[policy].num_waiting and (num_due := ring.batches[policy].late.num_waited_for):
+            found.append(f"trainer {policy} waits for task groups that are due: {num_due}")
+        elif ring.batches[policy].num_waiting:
             have = ring.experience.buffers[policy].num_sequences
             need = ring.recipe.policies[policy].batch.fresh_size
             found.append(f"trainer {policy} waits for sequences: {have} of {need}")

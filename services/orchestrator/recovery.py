@@ -84,6 +84,9 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
         _apply_group(ring, record, survey, owners)
     elif row.kind == records.ASSIGNMENT:
         owners[row.key] = (record["replica_id"], record["incarnation"])
+        group = ring.groups[row.key]
+        if group.is_training:
+            ring.experience.reissued(group, records.born_from_json(record))
     elif row.kind in (records.TRAJECTORY, records.FAILURE):
         is_failure = row.kind == records.FAILURE
         outcome = rollouts.failure_from_json(record) if is_failure else rollouts.trajectory_from_json(record)
@@ -111,7 +114,9 @@ def _apply_group(ring: Ring, record: dict[str, Any], survey: _Survey, owners: di
     if record["task_group_id"] in survey.closed or record["evaluation"] in survey.evaluated:
         return
     issued = records.group_from_json(record)
-    group = TaskGroup(order=issued.order, position=issued.position, evaluation=issued.evaluation)
+    group = TaskGroup(
+        order=issued.order, position=issued.position, evaluation=issued.evaluation, born=dict(issued.born)
+    )
     ring.groups[group.id] = group
     owners[group.id] = (issued.replica_id, issued.incarnation)
     if group.is_training:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common import fates
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
@@ -40,6 +41,7 @@ from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool
+from services.orchestrator.rewards import RewardRules
 from services.orchestrator.run_control import RunControl
 from services.orchestrator.stalls.standing import Standing
 from services.orchestrator.timeline import Timeline
@@ -82,10 +84,20 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
-        self.experience = Experience(batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit)
+        self.rewards = RewardRules.of(recipe)
+        self.experience = Experience(
+            batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit, self.rewards
+        )
         self.batches = {
             name: Batches(
-                name, config, self.experience, journal, lambda: JournalReader(journal.directory), self._may_begin
+                name,
+                config,
+                self.experience,
+                journal,
+                lambda: JournalReader(journal.directory),
+                self._may_begin,
+                lambda groups: self.giving_up.cancel_too_old(groups),
+                clock,
             )
             for name, config in batch_configs.items()
         }
@@ -97,7 +109,7 @@ class Ring:
             sampling=sampling_of(recipe.sampling),
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
-            curation=build_curation(recipe.data.curation, recipe.run.seed),
+            curation=build_curation(recipe.data, recipe.run.seed),
             compositions=recipe.compositions(),
         )
         self.evaluations = Evaluations(
@@ -107,6 +119,7 @@ class Ring:
             timeout_s=recipe.rollout.timeout_s,
             seed=recipe.run.seed,
             on_result=self._evaluated,
+            rules=self.rewards,
             compositions=recipe.evaluation_compositions(),
             samples={
                 name: data.samples_per_task for name, data in recipe.data.evaluation.items() if data.samples_per_task
@@ -159,7 +172,7 @@ class Ring:
         curation = self.training_orders.curation
         if isinstance(curation, AcceptAll):
             return
-        row, rewards = self.training_orders.row_of(group), [t.reward for t in group.trajectories]
+        row, rewards = self.training_orders.row_of(group), self.rewards.outcome_rewards(group.outcomes.values())
         curation.observe(row, rewards)
         record = {"task_group_id": group.id, "row": row, "rewards": rewards}
         self.journal.submit(records.OBSERVATION, group.id, lambda: record)
@@ -173,11 +186,11 @@ class Ring:
         self.evaluations.resolved(group, outcome)
         return []
 
-    def _closed(self, task_group_id: str, reason: str) -> None:
-        record = {"task_group_id": task_group_id, "reason": reason}
+    def _closed(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        record = {"task_group_id": task_group_id, "reason": reason.value}
         self.journal.submit(records.CLOSED, task_group_id, lambda: record)
 
-    def cancel_training_groups(self, reason: str) -> None:
+    def cancel_training_groups(self, reason: fates.ClosedReason) -> None:
         """Training is over: what still runs is not wanted."""
         for group in [g for g in self.groups.values() if g.is_training]:
             del self.groups[group.id]
@@ -193,7 +206,7 @@ class Ring:
         policy = version.policy
         if self.ledgers[policy].record(version):
             self.experience.advanced(policy, version.number)
-            self.batches[policy].newest_version = version.number
+            self.batches[policy].published(version.number)
             self.last_metrics[policy] = dict(metrics)
             if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()

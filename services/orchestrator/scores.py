@@ -1,6 +1,6 @@
 """What an evaluation says in numbers: avg@k and pass@k with 95% intervals, per dataset and overall. Pure functions.
 
-An item is one task with the rewards of its samples; a failed sample is a reward of 0, so no denominator ever shrinks.
+An item is one task with the rewards of its samples; a failed sample has one, too, so no denominator ever shrinks.
 Intervals are Wilson's over items: samples of one item are not independent, so the number of observations is the one that
 a share with the same standard error between items would need, at least the number of items.
 """

@@ -1,6 +1,6 @@
 """One training step: a rank's share of a batch in, one optimizer update per minibatch, metrics out.
 
-    advantages (stamped statistics) -> pack -> [proximal pass] -> per minibatch:
+    advantages (stamped statistics) -> pack -> [credit of single tokens] -> [proximal pass] -> per minibatch:
         [trust region or keep mask over all micro-batches and ranks]
         per micro-batch: forward -> per-token loss -> share of the minibatch's loss -> backward
         clip -> update, or (early_stop_ratio) none, and none for the minibatches that are left
@@ -26,14 +26,20 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import MinibatchTotals, RankBatch
 from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.advantages import normalize, sequence_advantages, weighted_moments
+from services.trainer.algorithms.advantages import (
+    Moments,
+    normalize,
+    over_batch_deviation,
+    reward_moments,
+    sequence_advantages,
+)
 from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
 from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
-from services.trainer.kl_reward import with_kl_reward
+from services.trainer.credit import CreditModels, needs_credit, value_loss_share, with_credit, with_teacher
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
-from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
+from services.trainer.micro_batches import MicroTensors, forward, forward_with_values, logprob_dtype, pack_for_ranks
 from services.trainer.minibatch_context import Logprobs, MinibatchContext, minibatch_context
 from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
@@ -57,12 +63,19 @@ class TrainStep:
         max_tokens_per_micro_batch: int,
         temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
         reference: PolicyModel | None = None,
+        teacher: PolicyModel | None = None,
         peak_flops: float | None = None,  # of this rank's device, for the metric mfu
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigError(
                 f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
                 f"{config.kl_reward_coefficient}: one above 0 needs a reference model"
+            )
+        if (config.distillation is None) != (teacher is None):
+            raise ConfigError("algorithm.distillation and a teacher model belong together: one of them is missing")
+        if (config.value_head is None) != (model.value_head is None):
+            raise ConfigError(
+                "algorithm.value_head and a model with a value head belong together: one of them is missing"
             )
         if temperature <= 0.0:
             raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
@@ -71,6 +84,7 @@ class TrainStep:
         self.config = config
         self.ranks = ranks
         self.reference = reference
+        self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
         self._algorithm = algorithm_of(config)
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
@@ -93,9 +107,11 @@ class TrainStep:
                 continue
             fresh_version = batch.training_step - 1 if index == 0 else None
             where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
-            ratios = self._backward_minibatch(micro_batches, totals, proximal[index], sums, fresh_version, where)
+            ratios, num_kept = self._backward_minibatch(
+                micro_batches, totals, proximal[index], sums, fresh_version, where
+            )
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
-            if stopped:
+            if stopped or num_kept == 0:
                 self.optimizer.skip()
             else:
                 updates.append(self.optimizer.update())
@@ -116,23 +132,37 @@ class TrainStep:
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
         self._check_totals(batch)
-        pays_kl = self.config.kl_reward_coefficient > 0.0  # then normalised per token, after the KL is in
-        if self.config.batch_normalize_advantages and not pays_kl:
-            moments = torch.tensor(weighted_moments(advantages, trained), dtype=torch.float64, device=self.ranks.device)
-            tokens, total, total_squares = self.ranks.sum(moments).tolist()
-            advantages = normalize(advantages, tokens, total, total_squares, self.config.advantage_eps)
+        has_credit = needs_credit(self.config)  # then normalised per token
+        if self.config.deviation == "batch":
+            rewards = self._everywhere(reward_moments(batch.sequences))
+            advantages = over_batch_deviation(advantages, rewards, self.config)
+        if self.config.batch_normalize_advantages and not has_credit:
+            advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         sums.add("sequences", len(batch.sequences))
         sums.add("reward", sum(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
-        sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        if not has_credit:
+            sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             minibatches[item.minibatch].append(Document.from_training_sequence(item, advantage))
         packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
-        if not pays_kl:
+        if not has_credit:
             return packed
-        assert self.reference is not None
-        return with_kl_reward(packed, self.reference, self.config, self.ranks, sums, temperature=self._temperature)
+        return with_credit(
+            packed,
+            self._credit_models,
+            self.config,
+            self.ranks,
+            sums,
+            temperature=self._temperature,
+            on_progress=self.on_progress,
+        )
+
+    def _everywhere(self, own: Moments) -> Moments:
+        """Of all ranks' numbers."""
+        flat = torch.tensor([own.count, own.total, own.total_squares], dtype=torch.float64, device=self.ranks.device)
+        return Moments(*self.ranks.sum(flat).tolist())
 
     def _check_totals(self, batch: RankBatch) -> None:
         """The denominators must be the sums of the shares, or the gradient is silently scaled."""
@@ -164,10 +194,10 @@ class TrainStep:
 
         None for the first minibatch wherever its own forward pass, made under the same weights, gives them for free.
         """
-        if not self._algorithm.needs_proximal:
+        if not (self._algorithm.needs_proximal or self._algorithm.needs_whole_proximal):
             return [None for _ in minibatches]
         return [
-            self._logprobs(m) if index > 0 or (self._algorithm.needs_keep_mask and len(m) > 1) else None
+            self._logprobs(m) if index > 0 or (self._algorithm.needs_whole_proximal and len(m) > 1) else None
             for index, m in enumerate(minibatches)
         ]
 
@@ -181,8 +211,9 @@ class TrainStep:
         sums: Sums,
         fresh_version: int | None,
         where: str,
-    ) -> torch.Tensor:
-        """Gradients of the minibatch; with early_stop_ratio the sum of policy / behaviour over this rank's trained tokens. []
+    ) -> tuple[torch.Tensor, int]:
+        """Gradients of the minibatch. With early_stop_ratio the sum of policy / behaviour over this rank's trained tokens, []; and
+        how many tokens of all ranks the loss has seen: without any, the gradient is 0 and no update is to be made.
 
         Raises:
             LossError: the loss returned what cannot be trained on; ``where`` names it. On every rank.
@@ -192,37 +223,35 @@ class TrainStep:
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
             current = self._logprobs(micro_batches) if self._algorithm.needs_trust_region else None
-            context = self._context(micro_batches, totals, current, proximal)
-        for index, micro_batch in enumerate(micro_batches):
-            logprobs, entropy = forward(self.model, micro_batch, self._temperature)
+            taught = micro_batches
+            if current is not None:
+                taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
+            context = self._context(taught, totals, current, proximal)
+        for index, untaught in enumerate(micro_batches):
+            logprobs, entropy, values = forward_with_values(self.model, untaught, self._temperature)
+            micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
-                context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
+                context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
             if self.config.early_stop_ratio is not None:
                 gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
                 ratios += gap.exp().sum(dtype=torch.float64)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
-            tokens = TokenBatch(
-                logprobs=logprobs,
-                behaviour=micro_batch.behaviour,
-                advantages=micro_batch.advantages,
-                mask=context.masks[index],
-                sequence_index=micro_batch.sequence_index,
-                num_sequences=micro_batch.num_sequences,
-                proximal=own_proximal if self._algorithm.needs_proximal else None,
-                trust_region=context.region,
-            )
+            given = own_proximal if self._algorithm.needs_proximal else None
+            tokens = context.tokens(index, micro_batch, logprobs, given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
-            loss = self._loss(micro_batch, tokens, policy_loss, entropy, context, sums)
+            loss = self._loss(index, micro_batch, tokens, policy_loss, entropy, context, sums)
+            if values is not None:
+                loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
             self.ranks.backward(loss)
             self.on_progress()
         assert context is not None
         if count := int(self.ranks.sum(not_finite)):
             raise LossError(
-                f"{where} returned NaN or infinity for {count} of {totals.num_trained_tokens} tokens, all of whose inputs "
+                f"{where} returned NaN or infinity for {count} of {context.num_kept} tokens, all of whose inputs "
                 "are finite; expected a finite number for each. No update was made of it"
             )
         if context.region is not None:
@@ -230,7 +259,7 @@ class TrainStep:
             sums.add("m2po_eps_low", context.region.eps_low * share)
             sums.add("m2po_eps_high", context.region.eps_high * share)
             sums.add("m2po_second_moment", context.region.mean_second_moment * share)
-        return ratios
+        return ratios, context.num_kept
 
     def _stops_early(self, step: int, minibatch: int, ratios: torch.Tensor, totals: MinibatchTotals) -> bool:
         """Whether the policy is too far from the one that sampled the minibatch. A collective where that is asked for.
@@ -258,6 +287,7 @@ class TrainStep:
 
     def _loss(
         self,
+        index: int,
         batch: MicroTensors,
         tokens: TokenBatch,
         policy_loss: PolicyLoss,
@@ -267,7 +297,7 @@ class TrainStep:
     ) -> torch.Tensor:
         """This micro-batch's share of the minibatch's loss. []"""
         config, logprobs, mask = self.config, tokens.logprobs, tokens.mask
-        if self._algorithm.needs_keep_mask:
+        if self._algorithm.needs_whole_proximal:
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
         per_token = policy_loss.per_token
         for name, count in policy_loss.counts.items():
@@ -275,13 +305,16 @@ class TrainStep:
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
                 reference_logprobs, _ = forward(self.reference, batch, self._temperature)
-            kl = kl_per_token(logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp)
+            kl = kl_per_token(
+                logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
+            )
             if config.kl_reward_coefficient == 0.0:
                 sums.add("kl_reference", kl.sum())  # else the sampled tokens have told it
             per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
-        loss = aggregate(per_token, mask, batch.sequence_index, batch.num_sequences, context.totals, config)
+        counted = context.counted[index]
+        loss = aggregate(per_token, mask, counted, batch.sequence_index, batch.num_sequences, context.totals, config)
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)

@@ -29,7 +29,7 @@ def assert_each_slot_has_one_record(run: Run) -> None:
 
 def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end(start_run: StartRun) -> None:
     """Killed as by kill -9, and told to end as by a guard of the machine's memory, which asks before it kills."""
-    run = start_run("survives", "run.steps=20")
+    run = start_run("survives", "run.steps=20", "policies.model0.batch.late=drop")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
     killed = [(process, signal.SIGKILL) for process in ("trainer-model0", "orchestrator", "inference-a")]
     told = [(process, signal.SIGTERM) for process in ("envgateway", "trainer-model0", "orchestrator")]
@@ -44,7 +44,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end(start_ru
 
 
 def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_run: StartRun) -> None:
-    run = start_run("replicas", "run.steps=24", "launch.restarts=0")
+    run = start_run("replicas", "run.steps=24", "launch.restarts=0", "policies.model0.batch.late=drop")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
     # Paused while the second replica loads its model, or so small a run would be over before it is there.
     orchestrator = OrchestratorClient(run.address_of("orchestrator"))

@@ -16,7 +16,7 @@ from services.common.types import Segment, Sequence, StopReason, TrainingSequenc
 from services.inference.engine.torch_engine import TorchEngine
 from services.orchestrator.journal import rollouts
 from services.trainer import step as step_module
-from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.micro_batches import MicroTensors, forward_with_values
 from tests.random_models import VOCAB, build_model, make_prompt, make_request, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
@@ -82,16 +82,15 @@ def trained(
 ) -> Scores:
     """What one training step computes of these sequences."""
     scores: Scores = []
-    plain = forward
 
-    def watched(policy: Any, batch: MicroTensors, at: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = plain(policy, batch, at)
+    def watched(policy: Any, batch: MicroTensors, at: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        logprobs, entropy, values = forward_with_values(policy, batch, at)
         if logprobs.requires_grad:
             logprobs.retain_grad()
             scores.append((batch, logprobs))
-        return logprobs, entropy
+        return logprobs, entropy, values
 
-    monkeypatch.setattr(step_module, "forward", watched)
+    monkeypatch.setattr(step_module, "forward_with_values", watched)
     step = train_step(algorithm(name), causal_lm=copy.deepcopy(model), temperature=temperature, max_tokens=10_000)
     step.run(rank_batch(items))
     return scores

@@ -19,6 +19,7 @@ SETTINGS = [
     "inference.a.engine=sglang",
     f"run.steps={STEPS}",
     "run.id=sglang",
+    "policies.model0.batch.late=drop",  # so that no token is older than max_staleness
     "data.evaluation.held_out.limit=128",
 ]
 

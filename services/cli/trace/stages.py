@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.cli.trace.facts import GroupFacts, SlotFacts, Used
+from services.common.fates import GroupFate
 
 OUTCOMES = {
-    "kept": "queued for a batch",
-    "equal_rewards": "filtered: all rewards are equal, so there is nothing to learn from them",
-    "resampled_away": "filtered: resampling left too few",
-    "surplus": "dropped: the policy had enough sequences of this age",
-    "expired": "expired: too old when the group was complete",
+    GroupFate.KEPT: "queued for a batch",
+    GroupFate.EQUAL_REWARDS: "filtered: all rewards are equal, so there is nothing to learn from them",
+    GroupFate.RESAMPLED_AWAY: "filtered: resampling left too few",
+    GroupFate.SURPLUS: "dropped: the policy had enough sequences of this age",
+    GroupFate.EXPIRED: "expired: too old when the group was complete",
 }
 
 
@@ -55,11 +56,11 @@ def status(facts: GroupFacts) -> str:
     if facts.num_failed == facts.num_slots and facts.all_known:
         return "failed"
     outcomes = {verdict.outcome for verdict in facts.verdicts}
-    if "kept" in outcomes:
+    if GroupFate.KEPT in outcomes:
         return facts.closed_reason or "waiting for a batch"
-    for outcome, word in (("surplus", "surplus"), ("expired", "expired")):
+    for outcome in (GroupFate.SURPLUS, GroupFate.EXPIRED):
         if outcome in outcomes:
-            return word
+            return outcome.value
     if outcomes:
         return "filtered"
     return facts.closed_reason or "waiting for a batch"
@@ -172,7 +173,7 @@ def _training(facts: GroupFacts) -> Iterator[Event]:
         name = "/".join(part for part in (verdict.policy, verdict.role, str(verdict.attempt)) if part)
         text = (
             f"advantage group {name}: {verdict.num_sequences} sequences, reward {verdict.mean:.3g} ± {verdict.std:.3g}, "
-            f"{OUTCOMES.get(verdict.outcome, verdict.outcome)}"
+            f"{OUTCOMES[verdict.outcome]}"
         )
         if 0 < verdict.num_kept < verdict.num_sequences:
             text += f" ({verdict.num_kept} of them)"

@@ -68,8 +68,14 @@ class DataConfig(Section):
     train: DatasetConfig
     """Tasks to train on."""
     curation: Literal["accept_all", "filter_solved", "greso"] = "accept_all"
-    """Which tasks are played: all; not those that are solved almost always; or (GRESO) those whose rewards were all equal
-    lately less often, the longer that lasts."""
+    """Which tasks are played: all; not those that are solved almost always (`filter_solved`: an average of the share of
+    successes, which begins at 0 and keeps 0.9 of itself at every group, has reached 0.95: 29 solved groups in a row); or
+    (GRESO) those whose rewards were all equal lately less often, the longer that lasts."""
+    solved_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """With `filter_solved`: a rollout with at least this reward is a success."""
+    revisit_solved: float = Field(default=0.0, ge=0.0, le=1.0)
+    """With `filter_solved`: the chance with which a solved task is played all the same, so that one which the policy forgets
+    comes back. 0, as in the reference, is never."""
     evaluation: dict[str, DatasetConfig] = {}
     """Fixed tasks to evaluate on: a name of yours -> dataset. Results are reported for each and overall."""
 
@@ -132,6 +138,10 @@ class EvaluationConfig(Section):
     """The workflow of evaluation; left out, that of training."""
     pass_reward: float = 1.0
     """A trajectory with at least this reward counts as passed, for pass@k."""
+    failed_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """What a failed rollout counts as. Left out: 0, or the lowest reward of its dataset in the same pass where that is
+    lower, so that a failure never beats a rollout that was scored. Write the lowest reward of the environment where rewards
+    are negative: scores of several passes then compare. A time-out of the policy's own is `rollout.on_timeout`'s."""
     samples_per_task: int = Field(default=1, ge=1)
     """Trajectories per task and sampling, where `data.evaluation.<name>.samples_per_task` says nothing else."""
     max_in_flight: int | None = Field(default=None, ge=1)

@@ -63,14 +63,28 @@ class BatchConfig(Section):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates per training step."""
     max_staleness: int = Field(default=2, ge=0)
-    """Largest age, in versions, of a trained sequence. Also bounds how many task groups are issued ahead."""
+    """How many batches of task groups are issued ahead: a rollout that takes no longer than they do is at most so many
+    versions old when it is trained. What becomes of one that takes longer says `late`."""
+    late: Literal["keep", "mask", "wait", "drop"] = "keep"
+    """What becomes of tokens that are older than `max_staleness`. `keep`: trained, with their true age. `mask`: they are
+    masked, the rest of the sequence is trained. `wait`: before a group becomes too old the trainer waits for it, once and up
+    to `late_wait_share`; later it is as with `keep`. `drop`: a sequence with such a token is dropped, and a running rollout
+    that would bring one is cancelled. Its siblings are trained, and a group's statistics are of all of it."""
+    late_wait_share: float | None = Field(default=None, gt=0, le=1)
+    """With `late: wait`, the longest wait for groups that are due, as a share of the time that the training step before
+    took. Left out, 0.25."""
+    max_token_age: int | None = Field(default=None, ge=0)
+    """Tokens that are more versions older than the weights that a step starts from are masked, except with `drop`. At least
+    `max_staleness`. Left out, tokens of any age are trained, which asks for a loss that bounds stale tokens."""
     order: Literal["deadline", "fifo"] = "deadline"
     """`deadline`: oldest version first. `fifo`: first complete, first trained."""
     dynamic_sampling: bool = True
     """Drop advantage groups whose rewards are all equal: they carry no gradient. Off means truly off."""
-    group_by: Literal["attempt", "policy"] = "attempt"
-    """Which sequences of a task group are compared with each other: `attempt`, those of one role and attempt, so that first
-    tries and retries are normalised apart; `policy`, all of the policy."""
+    group_by: Literal["attempt", "rollout", "policy"] = "attempt"
+    """What of a task group is compared with each other. `attempt`: the policy's sequences of one role and attempt, so that
+    first tries and retries are normalised apart. `rollout`: rollouts, by the mean reward of the policy's sequences in each;
+    all of these get the rollout's advantage. `policy`: all sequences of the policy, so that a rollout counts as often as it
+    has sequences. With `attempt`, too, a rollout counts once: an agent's threads share its advantage."""
     resample: ResampleConfig | None = None
     """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out, all of it."""
     overlong_penalty: OverlongPenaltyConfig | None = None
@@ -84,6 +98,40 @@ class BatchConfig(Section):
     def fresh_size(self) -> int:
         """Sequences of a batch, at least, that were never trained before."""
         return max(1, self.size - round(self.replay.ratio * self.size))
+
+    @model_validator(mode="after")
+    def _late_settings_fit(self) -> BatchConfig:
+        if self.late != "wait" and self.late_wait_share is not None:
+            raise ValueError(f"late_wait_share belongs to late: wait, and late is {self.late}: leave it out")
+        if self.late == "wait" and self.order != "deadline":
+            raise ValueError(f"late: wait trains due groups first: set order: deadline, not {self.order}")
+        if self.max_token_age is None:
+            return self
+        if self.late in ("drop", "mask"):
+            raise ValueError(
+                f"max_token_age is {self.max_token_age}, and late: {self.late} lets no token older than max_staleness "
+                f"{self.max_staleness} be trained: leave max_token_age out"
+            )
+        if self.max_token_age < self.max_staleness:
+            raise ValueError(
+                f"max_token_age ({self.max_token_age}) is below max_staleness ({self.max_staleness}): rollouts that are "
+                "not late would be masked"
+            )
+        if self.replay.ratio > 0 and self.max_token_age < self.replay.max_staleness:
+            raise ValueError(
+                f"max_token_age ({self.max_token_age}) is below replay.max_staleness ({self.replay.max_staleness}): "
+                "lower replay.max_staleness"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_can_be_chosen(self) -> BatchConfig:
+        if self.resample is not None and self.group_by == "rollout":
+            raise ValueError(
+                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
+                "group_by: attempt"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fresh_minibatches(self) -> BatchConfig:
@@ -121,8 +169,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     offload: list[Literal["optimizer", "reference"]] = []
-    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the model of the
-    KL term, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the models
+    of the KL term and of a teacher, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
     the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
@@ -186,3 +234,17 @@ class PolicyConfig(Section):
     """The training processes."""
     weights: WeightsConfig = WeightsConfig()
     """How versions travel to the replicas."""
+
+    @model_validator(mode="after")
+    def _credit_fits_batch(self) -> PolicyConfig:
+        if self.algorithm.distillation is not None and self.batch.dynamic_sampling:
+            raise ValueError(
+                "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
+                "batch.dynamic_sampling to false"
+            )
+        if self.algorithm.advantage == "pass_at_k" and self.batch.overlong_penalty is not None:
+            raise ValueError(
+                "algorithm.advantage: pass_at_k needs rewards of 0 or 1, and batch.overlong_penalty makes others: leave one of "
+                "them out"
+            )
+        return self

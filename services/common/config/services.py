@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from services.common.config.base import Section
 from services.common.config.sglang import SglangConfig
 
+OutcomeRule = Literal["penalise", "mask", "as_scored"]  # what a rollout is that was not played to its end
+
 
 class RolloutConfig(Section):
     group_size: int = Field(default=8, ge=1)
@@ -20,11 +22,41 @@ class RolloutConfig(Section):
     """When a rollout that trains several policies may start: when each has room for what it brings, or when one has; then
     what the others cannot use is dropped (`sequences_surplus`)."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """A rollout that takes longer is a failure."""
+    """A rollout that takes longer is ended. Where the policy alone was slow (nothing was played again, and at the end no
+    call to the gateway was waited for), `on_timeout` says what that costs; else it is a failure, which costs nothing."""
+    on_timeout: OutcomeRule = "penalise"
+    """What a rollout that ran out of time is, in training and in evaluation. `penalise`: a member of its group's statistics
+    with the reward `timeout_reward`, though no token of it is kept to be trained. `mask` is the same as long as it has no
+    tokens. `as_scored`: the workflow scored nothing, so it is a failure: in no statistics, and in evaluation
+    `evaluation.failed_reward`."""
+    timeout_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """Reward of a rollout that ran out of time. Left out: 0, or the lowest reward that it is compared with where that is
+    lower, so that it never beats a rollout that was scored."""
+    on_truncation: OutcomeRule = "as_scored"
+    """What a sequence is that ended because its token budget or the context ran out (stop reason `length`). `penalise`: its
+    reward is `truncation_reward`. `mask`: its reward counts in its group's statistics, its tokens are not trained (DAPO's
+    overlong filtering). `as_scored`: as any other. In evaluation `penalise` holds for a rollout whose last sequence ended
+    so."""
+    truncation_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """With `on_truncation: penalise`. Left out: 0, or the lowest reward that it is compared with where that is lower."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
     timing: bool = True
     """Keep with each record what its rollout did and when, for `millrace trace`."""
+
+    @model_validator(mode="after")
+    def _rewards_are_used(self) -> RolloutConfig:
+        if self.timeout_reward is not None and self.on_timeout == "as_scored":
+            raise ValueError(
+                f"timeout_reward is {self.timeout_reward:g}, and on_timeout as_scored gives none: leave timeout_reward "
+                "out, or write on_timeout: penalise"
+            )
+        if self.truncation_reward is not None and self.on_truncation != "penalise":
+            raise ValueError(
+                f"truncation_reward is {self.truncation_reward:g}, and on_truncation {self.on_truncation} gives none: leave "
+                "truncation_reward out, or write on_truncation: penalise"
+            )
+        return self
 
 
 class OrchestratorConfig(Section):

@@ -79,6 +79,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """No certificate or token of this run that is valid now; `why` in the metadata says what is wrong with it."""
     ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 26
     """The caller's role may not do this."""
+    ERROR_REASON_ROLLOUT_TIMEOUT: _ErrorReason.ValueType  # 27
+    """The policy took longer for a rollout than the recipe allows, and nothing else was in its way."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why an RPC failed. The Python side is services/common/errors.py, one class each."""
@@ -137,4 +139,6 @@ ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 25
 """No certificate or token of this run that is valid now; `why` in the metadata says what is wrong with it."""
 ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 26
 """The caller's role may not do this."""
+ERROR_REASON_ROLLOUT_TIMEOUT: ErrorReason.ValueType  # 27
+"""The policy took longer for a rollout than the recipe allows, and nothing else was in its way."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason

@@ -445,11 +445,11 @@ class TrainingSequence(google.protobuf.message.Message):
     sequence_id: builtins.str
     """"<task group>/<index>/<position in the trajectory>"."""
     group_mean: builtins.float
-    """Mean reward of its advantage group."""
+    """Mean over the rewards of its advantage group, of the same kind as the sequence's reward: what is trained."""
     group_std: builtins.float
-    """Sample standard deviation (N - 1) of its advantage group; 1 for a singleton."""
+    """Their sample standard deviation (N - 1); 1 for a single one."""
     group_size: builtins.int
-    """Sequences in its advantage group."""
+    """How many they are: one per rollout or per sequence, also of those that are not trained."""
     staleness: builtins.int
     """The step's starting version minus the oldest version among its trained tokens."""
     minibatch: builtins.int

@@ -183,6 +183,7 @@ class Sequence(google.protobuf.message.Message):
     STOP_REASON_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    THREAD_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that spoke."""
     role: builtins.str
@@ -193,6 +194,8 @@ class Sequence(google.protobuf.message.Message):
     """The reward of this sequence."""
     stop_reason: Global___StopReason.ValueType
     """Why it ended."""
+    thread: builtins.int
+    """Its number among the conversations that an agent had at once in this role and attempt, from 0."""
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Segment]:
         """Its tokens, in order."""
@@ -211,8 +214,9 @@ class Sequence(google.protobuf.message.Message):
         stop_reason: Global___StopReason.ValueType = ...,
         segments: collections.abc.Iterable[Global___Segment] | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        thread: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "role", b"role", "segments", b"segments", "stop_reason", b"stop_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "metrics", b"metrics", "policy", b"policy", "reward", b"reward", "role", b"role", "segments", b"segments", "stop_reason", b"stop_reason", "thread", b"thread"]) -> None: ...
 
 Global___Sequence: typing_extensions.TypeAlias = Sequence
 

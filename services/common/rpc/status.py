@@ -51,6 +51,7 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.CapacityError: Code.RESOURCE_EXHAUSTED,
     errors.CorruptDataError: Code.DATA_LOSS,
     errors.DeadlineError: Code.DEADLINE_EXCEEDED,
+    errors.RolloutTimeoutError: Code.DEADLINE_EXCEEDED,
     errors.InfrastructureError: Code.UNAVAILABLE,
 }
 CLASS_OF_REASON: dict[str, type[MillraceError]] = {cls.reason: cls for cls in STATUS_OF}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from services.common.process_group import process_group
 from services.common.security.bundle import without_keys
 
 _KEPT_BYTES = 64 * 1024  # of the end of each output
@@ -33,28 +33,18 @@ async def run_command(command: Sequence[str], task: Mapping[str, Any], base_url:
         "OPENAI_API_KEY": session,  # of the endpoint; it is the session, for clients that send no other header
         "MILLRACE_SESSION": session,
     }
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise AgentFailedError(f"the agent {command[0]} cannot be started: {error.strerror}") from None
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    try:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            process = await stack.enter_async_context(process_group(*command, env=environment, **pipes))
+        except OSError as error:
+            raise AgentFailedError(f"the agent {command[0]} cannot be started: {error.strerror}") from None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         async with asyncio.TaskGroup() as group:
             group.create_task(_tell(process.stdin, orjson.dumps(dict(task)) + b"\n"))
             out = group.create_task(_end_of(process.stdout))
             err = group.create_task(_end_of(process.stderr))
         code = await process.wait()
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()  # ends: it was killed
     if code:
         said = err.result().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
         raise AgentFailedError(f"the agent {command[0]} ended with code {code}: {said or 'it wrote no error'}")

@@ -2,10 +2,11 @@
 
     observation -> turn -> step -> observation -> turn -> ... until done, the last turn, or a full context
 
-Reward of the sequence: the sum of step rewards times ``turn_discount ** turns``; a sum of at most 0.001 is a failure
-and becomes ``failure_penalty``. In evaluation a rollout counts by the sum alone. An episode that is not done when the
-turns or the context run out keeps what it has earned so far. A turn that is cut by its budget is acted upon like any
-other: the environment says what it makes of it.
+Reward of the sequence: the return, the sum of step rewards, whatever its sign. Two settings shape it, and both are off
+by default: ``turn_discount`` multiplies it by ``turn_discount ** turns``; ``failure_penalty`` replaces a return of at
+most ``failure_threshold``. The rollout's outcome, which evaluation averages, is the return alone. An episode that is not
+done when the turns or the context run out keeps what it has earned so far. A turn that is cut by its budget is acted upon
+like any other: the environment says what it makes of it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
 from services.inference.workflows.prompts import PromptSettings
 
-FAILED_AT_MOST = 1e-3  # rewards of at most this count as nothing achieved
-
 
 class AgentEnvSettings(PromptSettings):
     environment: str = "textworld"
@@ -30,9 +29,11 @@ class AgentEnvSettings(PromptSettings):
     evaluation_max_turns: int | None = Field(default=None, ge=1)
     """Turns of an evaluation episode; left out, as in training."""
     turn_discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Factor on the reward for every turn taken."""
-    failure_penalty: float = 0.0
-    """Reward of an episode that achieved nothing."""
+    """Factor on the return for every turn taken; it also shrinks negative returns."""
+    failure_penalty: float | None = None
+    """Reward of an episode whose return is at most `failure_threshold`; left out, its return is its reward."""
+    failure_threshold: float = 1e-3
+    """The largest return of an episode that achieved nothing."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """Bound of everything after the first observation; left out, the context is the bound."""
 
@@ -72,13 +73,16 @@ class AgentEnv:
             if not conversation.add({"role": "user", "content": step.observation}):
                 stop = StopReason.LENGTH
                 break
-        achieved = total > FAILED_AT_MOST
-        shaped = total * settings.turn_discount**conversation.num_turns if achieved else settings.failure_penalty
+        achieved = total > settings.failure_threshold
+        shaped = total * settings.turn_discount**conversation.num_turns
+        if settings.failure_penalty is not None and not achieved:
+            shaped = settings.failure_penalty
         sequence = conversation.sequence(
             reward=shaped,
             stop_reason=stop,
             metrics={
                 **{f"environment_{name}": value for name, value in metrics.items()},
+                "return": total,
                 "achieved": float(achieved),
                 "cut_turns": float(cut_turns),
                 "truncated": float(stop is StopReason.LENGTH),

@@ -57,7 +57,7 @@ class Thread:
     tools_key: bytes
     conversation: Conversation
     messages: list[Message]  # all that was said and heard
-    attempt: int
+    number: int
     busy: bool = False
     ended: bool = True  # the last turn, by itself
     text: str = ""  # of the last turn
@@ -191,7 +191,7 @@ class CapturedSession:
             tools_key=ask.tools_key(),
             conversation=conversation,
             messages=list(messages),
-            attempt=len(siblings),
+            number=len(siblings),
         )
 
     def _shown_in_prompt(self, message: Message, policy: PolicyClient) -> Message:
@@ -216,7 +216,7 @@ class CapturedSession:
         generation = self._as_sampled(watch.finish(sampled), sampling)
         if thread not in self._threads:
             # Others may have begun at the same time: numbered in the order in which they are first answered.
-            thread.attempt = sum(other.policy == thread.policy for other in self._threads)
+            thread.number = sum(other.policy == thread.policy for other in self._threads)
             self._threads.append(thread)
         thread.conversation.take(generation)
         thread.text = watch.visible(chat.decode(generation.token_ids))
@@ -271,7 +271,7 @@ class CapturedSession:
             thread.conversation.sequence(
                 reward=reward,
                 stop_reason=StopReason.STOP if thread.ended else StopReason.LENGTH,
-                attempt=thread.attempt,
+                thread=thread.number,
                 metrics={"truncated": float(not thread.ended)},
             )
             for thread in self._threads

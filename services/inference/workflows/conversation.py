@@ -114,12 +114,14 @@ class Conversation:
         metrics: Mapping[str, float] | None = None,
         role: str = "agent",
         attempt: int = 0,
+        thread: int = 0,
     ) -> TokenSequence:
         """The record of this conversation."""
         return TokenSequence(
             policy=self._policy.name,
             role=role,
             attempt=attempt,
+            thread=thread,
             segments=tuple(self._segments),
             reward=reward,
             stop_reason=stop_reason,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from services.common.fates import StepFact
 from services.common.types import MinibatchTotals, Sequence
 from services.orchestrator.buffer.split import spread
 from services.orchestrator.groups import AdvantageGroup
@@ -37,11 +38,13 @@ def assemble(
                 position=positions[minibatch],
                 group_mean=group.mean,
                 group_std=group.std,
-                group_size=group.size,
+                group_size=group.num_compared,
                 staleness=0 if oldest is None else training_step - 1 - oldest,
                 num_tokens=tokens,
                 reward=float(member.sequence.reward),
                 replayed=again,
+                trained_from=member.trained_from,
+                num_masked_tokens=member.num_masked_tokens,
             )
         )
         positions[minibatch] += 1
@@ -64,6 +67,7 @@ def _statistics(entries: list[BatchEntry], sequences: list[Sequence]) -> dict[st
     trained = sum(s.num_trained_tokens for s in sequences)
     fresh = [e.staleness for e in entries if not e.replayed]
     again = [e.staleness for e in entries if e.replayed]
+    masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
     replay = {"num_replayed": float(len(again)), "replayed_staleness_max": float(max(again))} if again else {}
     return {
         "batch_reward_mean": sum(s.reward for s in sequences) / count,
@@ -72,5 +76,7 @@ def _statistics(entries: list[BatchEntry], sequences: list[Sequence]) -> dict[st
         "response_tokens_mean": trained / count,
         "num_sequences": float(count),
         "num_trained_tokens": float(trained),
+        StepFact.SEQUENCES_MASKED.value: float(len(masked)),
+        StepFact.TOKENS_MASKED.value: float(sum(masked)),
         **replay,
     }

@@ -1,7 +1,8 @@
-"""One policy's experience buffer: whole advantage groups, waiting for a batch.
+"""One policy's experience buffer: advantage groups, waiting for a batch.
 
-Earliest deadline first (oldest version first), ties and ``fifo`` by arrival. What became too old is expired eagerly
-when the version advances, wherever it stands in the queue. Knows nothing about grpc, journals or admission.
+Earliest deadline first (oldest version first), ties and ``fifo`` by arrival. What became too old by the policy's rule is
+taken out eagerly when the version advances, member by member, wherever it stands in the queue. Knows nothing about grpc,
+journals or admission.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import heapq
 from collections.abc import Collection
 from typing import Literal
 
-from services.orchestrator.groups import AdvantageGroup
+from services.orchestrator.buffer.late import LateRule
+from services.orchestrator.groups import AdvantageGroup, Member
+
+Expired = tuple[AdvantageGroup, list[Member]]  # a group as it was, and which of its members left the buffer
 
 
 class ExperienceBuffer:
-    def __init__(self, batch_size: int, max_staleness: int, order: Literal["deadline", "fifo"] = "deadline") -> None:
+    def __init__(self, batch_size: int, rule: LateRule, order: Literal["deadline", "fifo"] = "deadline") -> None:
         self._batch_size = batch_size
-        self._max_staleness = max_staleness
+        self._rule = rule
         self._order = order
         self._waiting: dict[int, AdvantageGroup] = {}  # by arrival
         self._heap: list[tuple[int, int]] = []  # (deadline or 0, arrival); entries of removed groups are skipped
@@ -32,27 +36,39 @@ class ExperienceBuffer:
         """A batch can be taken."""
         return self.num_sequences >= self._batch_size
 
-    def add(self, group: AdvantageGroup) -> bool:
-        """Take a group in; False when it is too old already."""
-        version = group.min_version
-        if self._expired(version):
-            return False
+    def add(self, group: AdvantageGroup) -> tuple[AdvantageGroup | None, list[Member]]:
+        """Take a group in: what was taken of it, None for nothing, and the members that are too old already."""
+        taken, old = self._rule.split(group, self.version)
+        if taken is None:
+            return None, old
+        version = taken.min_version
         # A group without trained tokens cannot grow old: it goes with the newest.
         deadline = self.version if version is None else version
         heapq.heappush(self._heap, (deadline if self._order == "deadline" else 0, self._arrivals))
-        self._waiting[self._arrivals] = group
+        self._waiting[self._arrivals] = taken
         self._arrivals += 1
-        self.num_sequences += group.size
-        return True
+        self.num_sequences += taken.size
+        return taken, old
 
-    def advance(self, version: int) -> list[AdvantageGroup]:
-        """The trainer reached a version: everything that is now too old leaves, and is returned."""
+    def advance(self, version: int) -> list[Expired]:
+        """The trainer reached a version: members that are now too old leave, and are returned with their groups."""
         self.version = max(self.version, version)
-        expired = [arrival for arrival, group in self._waiting.items() if self._expired(group.min_version)]
-        return [self._remove(arrival) for arrival in expired]
+        if self._rule.most is None:
+            return []
+        expired: list[Expired] = []
+        for arrival, group in list(self._waiting.items()):
+            left, old = self._rule.split(group, self.version)
+            if left is None:
+                self._remove(arrival)
+            elif old:
+                self._waiting[arrival] = left
+                self.num_sequences -= len(old)
+            if old:
+                expired.append((group, old))
+        return expired
 
     def take(self) -> list[AdvantageGroup]:
-        """Whole groups, in order, until they hold at least ``batch_size`` sequences."""
+        """Whole groups, in order, until they hold at least ``batch_size`` sequences; what is too old in them is masked."""
         if not self.ready:
             raise ValueError(f"the buffer holds {self.num_sequences} of {self._batch_size} sequences")
         taken: list[AdvantageGroup] = []
@@ -61,7 +77,7 @@ class ExperienceBuffer:
             _, arrival = heapq.heappop(self._heap)
             if arrival not in self._waiting:
                 continue
-            taken.append(self._remove(arrival))
+            taken.append(self._rule.masked(self._remove(arrival), self.version))
             count += taken[-1].size
         return taken
 
@@ -74,6 +90,3 @@ class ExperienceBuffer:
         group = self._waiting.pop(arrival)
         self.num_sequences -= group.size
         return group
-
-    def _expired(self, min_version: int | None) -> bool:
-        return min_version is not None and self.version - min_version > self._max_staleness

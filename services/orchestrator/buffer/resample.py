@@ -83,13 +83,15 @@ def resample_on_correct(
 
 
 def resample_group(group: AdvantageGroup, config: ResampleConfig) -> AdvantageGroup | None:
-    """What is kept of a group, with statistics over what is kept; None when nothing is.
+    """What is kept of a group, with statistics over what is kept; None when nothing is. Rollouts that left no sequence are
+    chosen like the others, after them.
 
     The seed of what is drawn is the task group's name, so that a recovered orchestrator draws the same.
     """
     kept = resample_on_correct(
-        [member.sequence.reward for member in group.members],
-        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members],
+        [member.sequence.reward for member in group.members] + list(group.silent),
+        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
+        + [0.0] * len(group.silent),
         config.keep,
         positives=config.positives,
         negatives=config.negatives,

@@ -9,10 +9,8 @@ n counts the tokens that the policy wrote, over all turns. Pure; knows nothing a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from services.common.config.policy import OverlongPenaltyConfig
-from services.orchestrator.groups import AdvantageGroup, Member, with_members
+from services.orchestrator.groups import AdvantageGroup, rewarded, with_members
 
 
 def overlong_penalty(num_tokens: int, config: OverlongPenaltyConfig) -> float:
@@ -31,9 +29,8 @@ def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[A
     penalties = [overlong_penalty(member.sequence.num_trained_tokens, config) for member in group.members]
     if not any(penalties):
         return group, penalties
-    shaped = (_paying(member, penalty) for member, penalty in zip(group.members, penalties, strict=True))
+    shaped = (
+        rewarded(member, member.sequence.reward - penalty)
+        for member, penalty in zip(group.members, penalties, strict=True)
+    )
     return with_members(group, shaped), penalties
-
-
-def _paying(member: Member, penalty: float) -> Member:
-    return replace(member, sequence=replace(member.sequence, reward=member.sequence.reward - penalty))

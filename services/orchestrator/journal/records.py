@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from services.common import fates
 from services.common.types import Interval, MinibatchTotals, Purpose, Sampling, Task, TaskGroupOrder, WeightVersion
 from services.orchestrator.scores import DatasetScore, Estimate
 
@@ -43,6 +44,7 @@ class GroupRecord:
     evaluation: str
     replica_id: str
     incarnation: str
+    born: Mapping[str, int] = field(default_factory=dict)  # policy -> version that the replica held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +56,13 @@ class BatchEntry:
     position: int  # order inside the minibatch
     group_mean: float
     group_std: float
-    group_size: int
+    group_size: int  # rewards in these statistics
     staleness: int
     num_tokens: int
     reward: float | None = None  # what is trained on; None: as it is in the trajectory
     replayed: bool = False  # an earlier batch had it, too
+    trained_from: int = 0  # policy tokens of older versions are masked; 0 masks none
+    num_masked_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "evaluation": record.evaluation,
         "replica_id": record.replica_id,
         "incarnation": record.incarnation,
+        "born": _versions_to_json(record.born),
     }
 
 
@@ -143,12 +148,23 @@ def group_from_json(record: Json) -> GroupRecord:
         evaluation=record["evaluation"],
         replica_id=record["replica_id"],
         incarnation=record["incarnation"],
+        born=born_from_json(record),
     )
 
 
-def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str) -> Json:
-    """Open slots of a task group were issued again."""
-    return {"task_group_id": task_group_id, "replica_id": replica_id, "incarnation": incarnation}
+def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, born: Mapping[str, int]) -> Json:
+    """Open slots of a task group were issued again; ``born``: on which versions they begin."""
+    return {
+        "task_group_id": task_group_id,
+        "replica_id": replica_id,
+        "incarnation": incarnation,
+        "born": _versions_to_json(born),
+    }
+
+
+def born_from_json(record: Json) -> dict[str, int]:
+    """Of the record of a task group or of an assignment; journals that lack it know of no version."""
+    return _versions_from_json(record.get("born", []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +178,8 @@ class Verdict:
     num_kept: int  # that went into the buffer
     mean: float
     std: float
-    outcome: str  # kept, equal_rewards, resampled_away, surplus or expired
+    outcome: fates.GroupFate
+    num_expired: int = 0  # members that were too old already; they count in mean and std
 
 
 def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
@@ -170,7 +187,7 @@ def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
 
 
 def verdicts_from_json(record: Json) -> list[Verdict]:
-    return [Verdict(**found) for found in record["advantage_groups"]]
+    return [Verdict(**{**found, "outcome": fates.GroupFate(found["outcome"])}) for found in record["advantage_groups"]]
 
 
 def batch_key(policy: str, training_step: int) -> str:
@@ -197,6 +214,8 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "num_tokens": e.num_tokens,
                 "reward": e.reward,
                 "replayed": e.replayed,
+                "trained_from": e.trained_from,
+                "num_masked_tokens": e.num_masked_tokens,
             }
             for e in batch.entries
         ],

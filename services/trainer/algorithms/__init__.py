@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.losses import LossByPath, M2po
+from services.common.config.losses import LossByPath, M2po, Tis
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import LossFunction
 from services.trainer.algorithms.by_path import loss_by_path
@@ -18,6 +18,7 @@ from services.trainer.algorithms.decoupled_ppo import decoupled_ppo
 from services.trainer.algorithms.gspo import gspo
 from services.trainer.algorithms.m2po import m2po
 from services.trainer.algorithms.ppo_clip import ppo_clip
+from services.trainer.algorithms.probability_mask import dppo, ipo
 from services.trainer.algorithms.reinforce import reinforce
 from services.trainer.algorithms.sapo import sapo
 from services.trainer.algorithms.tis import tis
@@ -28,14 +29,14 @@ class Algorithm:
     """A loss and what the step must prepare for it."""
 
     loss: LossFunction
-    needs_proximal: bool = False  # log-probabilities recomputed at step start
+    needs_proximal: bool = False  # the loss reads log-probabilities recomputed at step start
+    needs_whole_proximal: bool = False  # and so do statistics over the whole minibatch
     needs_trust_region: bool = False  # M2PO: second moments of the current policy over the whole minibatch
-    needs_keep_mask: bool = False  # m2po_mask: second moments of the proximal policy over the whole minibatch
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "m2po": Algorithm(m2po, needs_trust_region=True),
-    "m2po_mask": Algorithm(decoupled_ppo, needs_proximal=True, needs_keep_mask=True),
+    "m2po_mask": Algorithm(decoupled_ppo, needs_proximal=True, needs_whole_proximal=True),
     "ppo_clip": Algorithm(ppo_clip),
     "grpo": Algorithm(ppo_clip),
     "decoupled_ppo": Algorithm(decoupled_ppo, needs_proximal=True),
@@ -44,6 +45,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "sapo": Algorithm(sapo),
     "cispo": Algorithm(cispo),
     "reinforce": Algorithm(reinforce),
+    "dppo": Algorithm(dppo),
+    "ipo": Algorithm(ipo),
 }
 
 
@@ -54,10 +57,13 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
         ConfigError: the section names no loss, or an import path leads to no function.
     """
     if isinstance(config, LossByPath):
-        return Algorithm(loss_by_path(config.name), needs_proximal=config.proximal)
-    if config.name not in ALGORITHMS:
+        found = Algorithm(loss_by_path(config.name), needs_proximal=config.proximal)
+    elif config.name in ALGORITHMS:
+        found = ALGORITHMS[config.name]
+    else:
         raise ConfigError(f"algorithm.name is {config.name!r}: write one of {', '.join(ALGORITHMS)}, or an import path")
-    found = ALGORITHMS[config.name]
     if isinstance(config, M2po):
-        return replace(found, needs_trust_region=config.m2po_scope == "minibatch")
+        found = replace(found, needs_trust_region=config.m2po_scope == "minibatch")
+    if config.rejection or (isinstance(config, Tis) and config.importance_normalize):
+        found = replace(found, needs_whole_proximal=True)
     return found

@@ -3,6 +3,7 @@
     token_mean     sum over tokens / trained tokens of the minibatch
     sequence_mean  sum over sequences of their mean / sequences of the minibatch
     constant       sum over tokens / (sequences of the minibatch * constant_denominator)    (Dr. GRPO)
+    sum            sum over tokens / constant_denominator
 
 The result is this micro-batch's share: shares add up over micro-batches and ranks to the minibatch's loss. So the
 gradient does not depend on packing or on ranks, and a rank without tokens contributes an exact zero.
@@ -20,17 +21,20 @@ from services.trainer.algorithms.base import masked, sequence_lengths
 def aggregate(
     per_token: torch.Tensor,
     mask: torch.Tensor,
+    counted: torch.Tensor,
     sequence_index: torch.Tensor,
     num_sequences: int,
     totals: MinibatchTotals,
     config: AlgorithmConfig,
 ) -> torch.Tensor:
-    """[num_tokens] -> []. ``totals`` are those of the whole minibatch, over all ranks."""
+    """[num_tokens] -> []. Sums are over ``mask``, lengths of sequences over ``counted``; ``totals`` are of the whole minibatch, over
+    all ranks."""
     values = masked(per_token, mask)
     if config.loss_aggregation == "token_mean":
         return values.sum() / max(totals.num_trained_tokens, 1)
     if config.loss_aggregation == "sequence_mean":
-        lengths = sequence_lengths(mask, sequence_index, num_sequences).clamp(min=1).to(values.dtype)
+        lengths = sequence_lengths(counted, sequence_index, num_sequences).clamp(min=1).to(values.dtype)
         return (values / lengths[sequence_index]).sum() / max(totals.num_sequences, 1)
     assert config.constant_denominator is not None
-    return values.sum() / (max(totals.num_sequences, 1) * config.constant_denominator)
+    per = max(totals.num_sequences, 1) if config.loss_aggregation == "constant" else 1
+    return values.sum() / (per * config.constant_denominator)

@@ -42,6 +42,7 @@ class TokenBatch:
     num_sequences: int
     proximal: torch.Tensor | None = None  # [num_tokens] recomputed at step start, where the loss needs it
     trust_region: TrustRegion | None = None  # of the whole minibatch, where the loss needs it
+    mean_weight: torch.Tensor | None = None  # [] of the whole minibatch's truncated weights, where the loss needs it
 
     def require_proximal(self) -> torch.Tensor:
         assert self.proximal is not None, "this loss needs proximal log-probabilities"

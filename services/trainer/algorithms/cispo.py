@@ -1,19 +1,24 @@
 """CISPO: weigh by the truncated ratio, let every token keep its gradient (MiniMax-M1, arXiv 2506.13585).
 
-    loss = -min(exp(l - b), importance_cap) * A * l,   no gradient through the weight
+    w = exp(l - b), of a token or of its sequence, within [importance_floor, importance_cap]
+    loss = -w A l,   no gradient through the weight
 
-A clipped token still teaches, with a bounded weight. Trap: there is no lower bound; small ratios fade by themselves.
+A truncated token still teaches, with a bounded weight. The paper has no lower bound: small ratios fade by themselves. With
+``importance_level: sequence`` it is REINFORCE with truncated importance sampling of whole sequences.
 """
 
 from __future__ import annotations
 
 from services.common.config.losses import Cispo
-from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio, masked
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch, masked
+from services.trainer.algorithms.importance import importance_weights, outside, truncated
 
 
 def cispo(tokens: TokenBatch, config: Cispo) -> PolicyLoss:
     """All shapes [num_tokens]."""
-    weight = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp).exp().detach()
-    truncated = tokens.mask & (weight > config.importance_cap)
-    loss = -weight.clamp(max=config.importance_cap) * tokens.advantages * tokens.logprobs
-    return PolicyLoss(per_token=masked(loss, tokens.mask), counts={"truncated_tokens": truncated.sum()})
+    weights = importance_weights(
+        tokens.logprobs.detach(), tokens.behaviour, tokens, config.importance_level, config.log_ratio_clamp
+    )
+    loss = -truncated(weights, config) * tokens.advantages * tokens.logprobs
+    count = (tokens.mask & outside(weights, config)).sum()
+    return PolicyLoss(per_token=masked(loss, tokens.mask), counts={"truncated_tokens": count})

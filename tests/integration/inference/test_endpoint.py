@@ -177,7 +177,7 @@ async def test_a_rewritten_history_begins_another_sequence_or_is_refused(
             messages[1] = {"role": "user", "content": "something else"}
             await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD])
     first, second = session.sequences(1.0)
-    assert (first.attempt, second.attempt) == (0, 1)
+    assert (first.thread, second.thread) == (0, 1) and first.attempt == second.attempt == 0
     assert [s.is_policy for s in second.segments] == [False, True]
     assert mismatches(engine.said, session) == 0
     strict = session_of(policy, "g/1/0", rewrites="refuse")
@@ -200,7 +200,7 @@ async def test_requests_at_the_same_time_do_not_share_a_sequence(policy: ServedP
             ask = [client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD]) for _ in range(3)]
             await asyncio.gather(*ask)
     sequences = session.sequences(1.0)
-    assert [sequence.attempt for sequence in sequences] == [0, 1, 2]
+    assert [(sequence.attempt, sequence.thread) for sequence in sequences] == [(0, 0), (0, 1), (0, 2)]
     assert mismatches(engine.said, session) == 0
 
 

@@ -23,7 +23,7 @@ READY_S = 30.0
 
 
 def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
-    """A small run: 4 trajectories a task, batches of 16, 6 steps. ``changes`` name dotted keys with '__'."""
+    """A small run: 4 trajectories a task, batches of 16, 6 steps, nothing older than one version. ``changes`` name dotted keys with '__'."""
     data = directory / "tasks.jsonl"
     data.write_text("".join(json.dumps({"question": f"q{i}"}) + "\n" for i in range(20)))
     evaluation = directory / "evaluation.jsonl"
@@ -32,7 +32,10 @@ def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
         "name": "scripted",
         "run": {"id": "scripted-test", "steps": 6, "seed": 1},
         "policies": {
-            "model0": {"model": {"path": "none"}, "batch": {"size": 16, "max_staleness": 1, "minibatches": 2}}
+            "model0": {
+                "model": {"path": "none"},
+                "batch": {"size": 16, "max_staleness": 1, "minibatches": 2, "late": "drop"},
+            }
         },
         "data": {"train": {"path": str(data)}, "evaluation": {"held_out": {"path": str(evaluation)}}},
         "rollout": {"group_size": 4},

@@ -40,7 +40,7 @@ async def test_a_run_evaluates_trains_evaluates_and_exits(orchestrators: Make, p
 async def test_two_policies_train_at_their_own_pace(orchestrators: Make, peers: Peers) -> None:
     def batch(size: int) -> dict[str, object]:
         ports = {"trainer": {"port": 0}, "weights": {"port": 0}}
-        return {"model": {"path": "none"}, "batch": {"size": size, "max_staleness": 2}, **ports}
+        return {"model": {"path": "none"}, "batch": {"size": size, "max_staleness": 2, "late": "drop"}, **ports}
 
     orchestrator = orchestrators(
         policies={"actor": batch(16), "verifier": batch(8)},

@@ -46,6 +46,18 @@ def test_without_a_name_the_loss_is_the_default() -> None:
         (("name=[1]",), ("algorithm.name: '[1]' is not valid",)),
         (("advantage_eps=0",), ("algorithm.advantage_eps: 0 is not valid: it should be greater than 0",)),
         (("loss_aggregation=constant",), ("algorithm: loss_aggregation: constant needs constant_denominator",)),
+        (("loss_aggregation=sum",), ("algorithm: loss_aggregation: sum needs constant_denominator",)),
+        (("rejection=[{level: token}]",), ("algorithm.rejection.0: write lower, upper or both",)),
+        (("rejection=[{criterion: k3, lower: .1}]",), ("algorithm.rejection.0: lower is of criterion: ratio",)),
+        (("rejection=[{lower: 2, upper: .5}]",), ("rejection.0: lower (2.0) must be below upper (0.5)",)),
+        (("rejection=[{uper: 2}]",), ("algorithm.rejection.0.uper: unknown key",)),
+        (("name=cispo", "importance_level=none"), ("algorithm.importance_level: 'none' is not valid",)),
+        (("name=tis", "importance_floor=7"), ("importance_floor (7.0) must be below importance_cap (5.0)",)),
+        (("name=tis", "importance_normalize=maybe"), ("algorithm.importance_normalize: 'maybe' is not valid",)),
+        (
+            ("importance_cap=2",),
+            ("importance_cap is no setting of m2po; m2po_mask, decoupled_ppo, tis and cispo have it",),
+        ),
     ],
 )
 def test_what_a_loss_ignores_is_refused_with_the_losses_that_have_it(
@@ -81,3 +93,12 @@ def test_the_settings_of_a_loss_by_path_are_free() -> None:
     assert section.settings == {"eps": 0.1}
     with pytest.raises(ValidationError):
         LossByPath(name="no_colon")
+
+
+def test_the_rule_of_the_authors_brings_their_threshold_and_floors() -> None:
+    """Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
+    authors, suffix = M2po(m2po_rule="authors"), M2po()
+    assert (authors.threshold, authors.floors) == (0.04, (0.3, 0.5))
+    assert (suffix.threshold, suffix.floors) == (0.01, (0.0, 0.0))
+    own = M2po(m2po_rule="authors", m2po_threshold=0.1, m2po_floor_low=0.0, m2po_floor_high=0.0)
+    assert (own.threshold, own.floors) == (0.1, (0.0, 0.0))

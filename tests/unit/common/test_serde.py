@@ -65,6 +65,7 @@ sequences = st.builds(
     role=text,
     attempt=int32,
     metrics=counts,
+    thread=int32,
 )
 phases = st.builds(
     RolloutPhase,

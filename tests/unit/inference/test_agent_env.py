@@ -14,7 +14,7 @@ from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwe
 
 
 class Corridor(FakeGateway):
-    """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` does nothing."""
+    """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` does nothing; ``fall`` costs 1."""
 
     def __init__(self, observation: str = "a corridor", fail_at: int = 0) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Corridor(FakeGateway):
         self.actions.append(action)
         steps = self.actions.count("go")
         done = steps == 3
-        reward = (0.5 if done else 0.25) if action == "go" else 0.0
+        reward = (0.5 if done else 0.25) if action == "go" else -1.0 if action == "fall" else 0.0
         return Step(observation=f"at {steps}", reward=reward, done=done, metrics={"steps": float(steps)})
 
     async def close(self, episode_id: str) -> None:
@@ -59,9 +59,12 @@ async def play(
         (["sleep"], {"max_turns": 2, "failure_penalty": -0.3}, -0.3, 0.0, StopReason.TURN_LIMIT, 2),
         (["sleep"], {"max_turns": 2, "failure_penalty": -0.3, "turn_discount": 0.5}, -0.3, 0.0, StopReason.TURN_LIMIT, 2),
         (["sleep", "go", "go", "go"], {}, 1.0, 1.0, StopReason.ENVIRONMENT, 4),
+        (["sleep"], {"max_turns": 2}, 0.0, 0.0, StopReason.TURN_LIMIT, 2),
+        (["fall"], {"max_turns": 2, "failure_penalty": -0.3}, -0.3, -2.0, StopReason.TURN_LIMIT, 2),
+        (["go"], {"failure_penalty": -0.3, "failure_threshold": 1.0}, -0.3, 1.0, StopReason.ENVIRONMENT, 3),
     ],
 )  # fmt: skip
-async def test_the_reward_is_the_discounted_sum_and_a_failure_has_its_own(
+async def test_discount_and_failure_penalty_shape_the_trained_reward_where_they_are_set(
     texts: list[str], settings: dict[str, Any], reward: float, total: float, stop: StopReason, turns: int
 ) -> None:
     gateway = Corridor()
@@ -71,6 +74,14 @@ async def test_the_reward_is_the_discounted_sum_and_a_failure_has_its_own(
     assert sequence.stop_reason is stop and sequence.metrics["turns"] == turns == len(gateway.actions)
     assert sequence.metrics["environment_steps"] == gateway.actions.count("go")
     assert gateway.closed == ["e1"]
+
+
+@pytest.mark.parametrize("num_turns", [1, 7, 30])
+async def test_a_negative_return_is_trained_as_it_is(num_turns: int) -> None:
+    """Defect 5: without shaping settings the sequence's reward is the return, also where that is not positive."""
+    outcome = await play(["fall"], Corridor(), max_turns=num_turns)
+    assert outcome.sequences[0].reward == outcome.reward == -float(num_turns)
+    assert outcome.sequences[0].metrics["return"] == -float(num_turns)
 
 
 async def test_the_episode_is_one_sequence_whose_observations_are_not_trained() -> None:

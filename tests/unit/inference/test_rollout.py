@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,13 +15,14 @@ from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,
     PromptTooLongError,
+    RolloutTimeoutError,
     WeightsStaleError,
 )
 from services.common.types import Purpose, Task
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.policies import ServedPolicy
 from services.inference.rollout import RolloutPlayer
-from services.inference.workflows.base import Outcome, Workflow, WorkflowContext
+from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
 
@@ -182,9 +184,72 @@ async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> N
     player.play(make_order(indices=(0,), timeout_s=0.05))
     await player.wait_until_idle()
     (failure,) = records.failures
-    assert failure.reason == "DEADLINE_EXCEEDED"
+    assert failure.reason == RolloutTimeoutError.reason
     assert "g0/0" in failure.detail
     assert "0.05 s" in failure.detail
+
+
+class SlowGateway(FakeGateway):
+    """Its rewards never come."""
+
+    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+
+async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> tuple[Any, Records, Any]:
+    policy = await served_policy(["hello"], **engine)
+    records = Records()
+    player = RolloutPlayer(
+        workflows=dict.fromkeys(Purpose, Told(SingleTurnSettings(), before)), policies={"model0": policy},
+        gateway=gateway, sink=records, replica_id="a", num_slots=1, infra_retries=2, timed=False,
+    )  # fmt: skip
+    return player, records, policy
+
+
+async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> str:
+    """Why a rollout that runs out of time has failed."""
+    player, records, _ = await slow_player(gateway, before, **engine)
+    player.play(make_order(indices=(0,), timeout_s=0.05))
+    await player.wait_until_idle()
+    (failure,) = records.failures
+    return failure.reason
+
+
+async def test_a_policy_that_is_slow_has_timed_out() -> None:
+    assert await played_late(FakeGateway(), latency_s=3600.0) == "ROLLOUT_TIMEOUT"
+
+
+async def test_a_rollout_that_waits_for_the_gateway_when_its_time_is_over_is_no_time_out_of_the_policy() -> None:
+    assert await played_late(SlowGateway()) == "DEADLINE_EXCEEDED"
+
+
+async def test_a_rollout_whose_time_an_infrastructure_failure_took_is_no_time_out_of_the_policy() -> None:
+    before = raises(InfrastructureError("down"), times=1)
+    assert await played_late(FakeGateway(), before, latency_s=3600.0) == "DEADLINE_EXCEEDED"
+
+
+async def test_what_fails_while_a_late_rollout_cleans_up_is_infrastructure_and_not_played_again() -> None:
+    runs = []
+
+    async def breaks_at_the_end(context: WorkflowContext) -> None:
+        runs.append(1)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise InfrastructureError("the gateway is gone")
+
+    assert await played_late(FakeGateway(), breaks_at_the_end) == "INFRASTRUCTURE"
+    assert len(runs) == 1
+
+
+async def test_a_late_rollout_of_an_ill_engine_is_left_to_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    player, records, policy = await slow_player(FakeGateway(), latency_s=3600.0)
+    player.play(make_order(indices=(0,), timeout_s=0.05))
+    ill = dataclasses.replace(policy.engine.health(), ok=False, detail="a CUDA error")
+    monkeypatch.setattr(policy.engine, "health", lambda: ill)
+    await player.wait_until_idle()
+    assert records.all == []
 
 
 async def test_a_cancelled_group_leaves_nothing_and_can_be_ordered_again() -> None:

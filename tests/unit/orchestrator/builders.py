@@ -25,13 +25,16 @@ def sequence(
     policy: str = "model0",
     role: str = "agent",
     attempt: int = 0,
+    thread: int = 0,
+    stop_reason: StopReason = StopReason.STOP,
 ) -> Sequence:
     return Sequence(
         policy=policy,
         role=role,
         attempt=attempt,
+        thread=thread,
         reward=reward,
-        stop_reason=StopReason.STOP,
+        stop_reason=stop_reason,
         segments=(
             Segment.environment([1, 2]),
             Segment.policy(np.arange(num_tokens), -np.linspace(0.1, 1.0, num_tokens), version),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any, Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.config.policy import BatchConfig
+from services.orchestrator.admission import UNFINISHED_SHARE
 from services.orchestrator.experience import Experience
 from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import failure, group, sequence, trajectory
@@ -18,9 +21,16 @@ class _Simulation:
     """Replicas that always sample from the newest version, and a trainer that trains whenever it can."""
 
     def __init__(
-        self, batch: int, group_size: int, max_staleness: int, seed: int, in_order: bool, share_dropped: float
+        self,
+        batch: int,
+        group_size: int,
+        max_staleness: int,
+        seed: int,
+        in_order: bool,
+        share_dropped: float,
+        late: Literal["keep", "mask", "drop"] = "keep",
     ) -> None:
-        config = BatchConfig(size=batch, max_staleness=max_staleness, dynamic_sampling=True)
+        config = BatchConfig(size=batch, max_staleness=max_staleness, dynamic_sampling=True, late=late)
         self.counters: Counter[str] = Counter()
         self.experience = Experience({"model0": config}, 10_000, self.counters)
         self.batch, self.group_size, self.max_staleness = batch, group_size, max_staleness
@@ -30,12 +40,14 @@ class _Simulation:
         self.version = 0
         self.num_issued = 0
         self.ages: list[int] = []
+        self.num_trained = 0
         self.experience.advanced("model0", 0)
 
     def issue(self) -> None:
         account = self.experience.admission.accounts["model0"]
         while self.experience.admission.open(["model0"]):
-            assert account.accepted + account.expected < account.quota
+            assert account.counted < account.quota
+            assert account.accepted + account.expected < (1 + UNFINISHED_SHARE) * account.quota
             made = group(f"g{self.num_issued}", self.group_size)
             self.num_issued += 1
             self.experience.issued(made)
@@ -55,7 +67,8 @@ class _Simulation:
     def train(self) -> None:
         step = self.version + 1
         groups, _ = self.experience.take_batch("model0", step)
-        self.ages += [self.version - (g.min_version or 0) for g in groups]
+        self.ages += [self.version - g.min_version for g in groups if g.min_version is not None]
+        self.num_trained += sum(g.size for g in groups)
         self.experience.batch_recorded(groups)
         if not self.in_order:
             for _ in range(self.rng.randrange(3)):  # while the trainer computes
@@ -64,6 +77,10 @@ class _Simulation:
                     self.complete_one()
         self.version = step
         self.experience.advanced("model0", step)
+
+    @property
+    def num_kept(self) -> int:
+        return self.experience.num_kept["model0"]
 
     def run(self, steps: int) -> None:
         for _ in range(100_000):
@@ -86,13 +103,28 @@ cases = given(
 )
 
 
+@pytest.mark.parametrize("late", ["drop", "mask"])
 @cases
 @settings(max_examples=60, deadline=None)
-def test_admission_bounds_staleness(groups_per_batch: int, group_size: int, max_staleness: int, seed: int) -> None:
-    """Whatever the order in which rollouts end, filtered and failed ones included, nothing older is trained."""
-    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3)
+def test_where_late_tokens_are_not_trained_staleness_is_bounded(
+    late: Any, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
+) -> None:
+    """Whatever the order in which rollouts end, filtered and failed ones included, no older token is trained."""
+    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3, late)
     simulation.run(steps=12)
     assert max(simulation.ages) <= max_staleness
+
+
+@cases
+@settings(max_examples=60, deadline=None)
+def test_by_default_everything_that_is_kept_is_trained(
+    groups_per_batch: int, group_size: int, max_staleness: int, seed: int
+) -> None:
+    """Defect 3 of the review: how long a rollout takes does not decide whether it is trained."""
+    simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3)
+    simulation.run(steps=12)
+    assert simulation.counters["sequences_expired"] == 0
+    assert simulation.num_kept == simulation.num_trained + simulation.experience.buffers["model0"].num_sequences
 
 
 @cases
@@ -183,3 +215,94 @@ def test_failed_slots_return_their_quota() -> None:
         experience.resolved(made, failure(index=index))
     assert experience.admission.open(["model0"])
     assert experience.admission.accounts["model0"].accepted == 0
+
+
+def _resolve(experience: Experience, made: TaskGroup, index: int, version: int = 0) -> None:
+    outcome = trajectory(made.id, index, reward=float(index % 2), version=version)
+    made.resolve(outcome)
+    experience.resolved(made, outcome)
+
+
+def test_one_straggler_holds_no_places_of_its_finished_siblings_while_the_trainer_has_no_batch() -> None:
+    experience = Experience({"model0": BatchConfig(size=8, max_staleness=1)}, num_steps=9, counters=Counter())
+    groups = [group(f"g{number}", 8) for number in range(2)]
+    for made in groups:
+        experience.issued(made)
+    assert not experience.admission.open(["model0"])
+    for index in range(7):
+        _resolve(experience, groups[0], index)
+    account = experience.admission.accounts["model0"]
+    assert (account.accepted, account.unfinished, account.counted) == (7, 7, 9)
+    assert experience.admission.open(["model0"])
+    for index in range(8):
+        _resolve(experience, groups[1], index)
+    assert account.buffered == 8
+    assert not experience.admission.open(["model0"]), "a batch is there: everything counts"
+
+
+@pytest.mark.parametrize("late", ["mask", "drop"])
+def test_where_late_tokens_are_not_trained_finished_siblings_always_count(late: Any) -> None:
+    config = BatchConfig(size=8, max_staleness=0, late=late)
+    experience = Experience({"model0": config}, num_steps=9, counters=Counter())
+    made = group("g", 8)
+    experience.issued(made)
+    for index in range(7):
+        _resolve(experience, made, index)
+    assert not experience.admission.open(["model0"])
+
+
+@given(
+    late=st.sampled_from(["keep", "mask", "drop"]),
+    batch=st.integers(1, 12),
+    group_size=st.integers(1, 6),
+    max_staleness=st.integers(0, 3),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_ledger_is_what_is_there_and_never_more_than_its_bound(
+    late: Any, batch: int, group_size: int, max_staleness: int, data: st.DataObject
+) -> None:
+    """Slots resolve one by one, in any order, stragglers included: counts are those of a recount, and bounded."""
+    config = BatchConfig(size=batch, max_staleness=max_staleness, late=late)
+    experience = Experience({"model0": config}, 10_000, Counter())
+    experience.advanced("model0", 0)
+    account, buffer = experience.admission.accounts["model0"], experience.buffers["model0"]
+    version, num_issued, in_training = 0, 0, 0
+    running: dict[str, TaskGroup] = {}
+    for _ in range(60):
+        while experience.admission.open(["model0"]):
+            made = group(f"g{num_issued}", group_size)
+            made.born = {"model0": version}
+            num_issued += 1
+            experience.issued(made)
+            running[made.id] = made
+            # Every unfinished group has a running slot, so nothing grows without bound.
+            assert account.accepted + account.expected < (1 + UNFINISHED_SHARE) * account.quota + group_size
+        action = data.draw(st.sampled_from(["resolve", "resolve", "resolve", "fail", "cancel", "train", "publish"]))
+        if action in ("resolve", "fail") and running:
+            made = running[data.draw(st.sampled_from(sorted(running)))]
+            index = data.draw(st.sampled_from(made.unresolved))
+            if action == "resolve":
+                _resolve(experience, made, index, data.draw(st.integers(made.born["model0"], version)))
+            else:
+                made.resolve(failure(made.id, index))
+                experience.resolved(made, failure(made.id, index))
+            if made.complete:
+                del running[made.id]
+        elif action == "cancel" and running:
+            experience.cancelled(running.pop(data.draw(st.sampled_from(sorted(running)))))
+        elif action == "train" and buffer.ready and not in_training:
+            groups, _ = experience.take_batch("model0", version + 1)
+            in_training = sum(g.size for g in groups)
+            experience.batch_recorded(groups)
+        elif action == "publish" and in_training:
+            version, in_training = version + 1, 0
+            experience.advanced("model0", version)
+        waiting = sum(len(made.trajectories) for made in running.values())
+        assert account.unfinished == waiting
+        assert account.in_training == in_training
+        assert account.accepted == waiting + in_training + buffer.num_sequences
+        assert account.running_slots == sum(len(made.unresolved) for made in running.values())
+        oldest = version - max_staleness
+        due = {made.id for made in running.values() if made.born["model0"] <= oldest}
+        assert {made.id for made in experience.due("model0")} == due

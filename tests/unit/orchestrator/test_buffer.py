@@ -1,16 +1,45 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.buffer.experience import ExperienceBuffer
+from services.common.config.policy import BatchConfig
+from services.common.types import Segment
+from services.orchestrator.buffer.experience import ExperienceBuffer, Expired
+from services.orchestrator.buffer.late import LateRule, mask_sequence
 from services.orchestrator.groups import AdvantageGroup, advantage_groups
-from tests.unit.orchestrator.builders import complete_group
+from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
     return advantage_groups(complete_group(name, [float(i) for i in range(size)], version))[0]
+
+
+def held(
+    batch_size: int, max_staleness: int, late: Literal["keep", "mask", "drop"] = "drop", **config: Any
+) -> ExperienceBuffer:
+    order = config.pop("order", "deadline")
+    rule = LateRule.of(BatchConfig(max_staleness=max_staleness, late=late, **config))
+    return ExperienceBuffer(batch_size, rule, order)
+
+
+def spread(name: str, *versions: tuple[int, ...]) -> AdvantageGroup:
+    """A group with a member for each tuple: a segment of two tokens of each of its versions."""
+    made = group(name, len(versions))
+    for index, found in enumerate(versions):
+        segments = [Segment.environment([1]), *(Segment.policy([2, 3], [-0.5, -0.25], v) for v in found)]
+        played = replace(sequence(float(index)), segments=tuple(segments))
+        made.resolve(trajectory(name, index, played, reward=float(index)))
+    return advantage_groups(made)[0]
+
+
+def left_names(expired: list[Expired]) -> list[str]:
+    return [member.sequence_id for _, members in expired for member in members]
 
 
 def names(groups: list[AdvantageGroup]) -> list[str]:
@@ -18,21 +47,21 @@ def names(groups: list[AdvantageGroup]) -> list[str]:
 
 
 def test_the_oldest_version_is_trained_first_and_ties_by_arrival() -> None:
-    buffer = ExperienceBuffer(batch_size=6, max_staleness=9)
+    buffer = held(batch_size=6, max_staleness=9)
     for name, version in [("new", 3), ("old", 1), ("older", 0), ("old2", 1)]:
         buffer.add(made(name, version))
     assert names(buffer.take()) == ["older", "old", "old2"]
 
 
 def test_fifo_takes_what_completed_first() -> None:
-    buffer = ExperienceBuffer(batch_size=4, max_staleness=9, order="fifo")
+    buffer = held(batch_size=4, max_staleness=9, order="fifo")
     for name, version in [("first", 3), ("second", 0), ("third", 1)]:
         buffer.add(made(name, version))
     assert names(buffer.take()) == ["first", "second"]
 
 
 def test_a_batch_takes_whole_groups_until_it_is_full() -> None:
-    buffer = ExperienceBuffer(batch_size=4, max_staleness=9)
+    buffer = held(batch_size=4, max_staleness=9)
     for name in "abc":
         buffer.add(made(name, 0, size=3))
     taken = buffer.take()
@@ -42,18 +71,19 @@ def test_a_batch_takes_whole_groups_until_it_is_full() -> None:
 
 
 def test_what_is_too_old_leaves_eagerly_wherever_it_stands() -> None:
-    buffer = ExperienceBuffer(batch_size=2, max_staleness=1)
+    buffer = held(batch_size=2, max_staleness=1)
     for name, version in [("a", 2), ("b", 0), ("c", 1)]:
         buffer.add(made(name, version))
-    assert names(buffer.advance(1)) == []
-    assert names(buffer.advance(2)) == ["b"]
+    assert buffer.advance(1) == []
+    assert left_names(buffer.advance(2)) == ["b/0/0", "b/1/0"]
     assert buffer.num_sequences == 4
-    assert not buffer.add(made("late", 0))
+    taken, old = buffer.add(made("late", 0))
+    assert (taken, len(old)) == (None, 2)
     assert names(buffer.take()) == ["c"]
 
 
 def test_groups_of_a_recorded_batch_are_taken_by_name() -> None:
-    buffer = ExperienceBuffer(batch_size=2, max_staleness=9)
+    buffer = held(batch_size=2, max_staleness=9)
     for name in "abc":
         buffer.add(made(name, 0))
     assert names(buffer.take_named({"b/0/0", "b/1/0", "gone/0/0"})) == ["b"]
@@ -63,7 +93,7 @@ def test_groups_of_a_recorded_batch_are_taken_by_name() -> None:
 
 def test_a_batch_that_is_not_there_cannot_be_taken() -> None:
     with pytest.raises(ValueError, match="0 of 2"):
-        ExperienceBuffer(batch_size=2, max_staleness=1).take()
+        held(batch_size=2, max_staleness=1).take()
 
 
 @given(
@@ -72,13 +102,13 @@ def test_a_batch_that_is_not_there_cannot_be_taken() -> None:
     max_staleness=st.integers(0, 3),
 )
 def test_nothing_is_lost_or_taken_twice(versions: list[int], batch_size: int, max_staleness: int) -> None:
-    buffer = ExperienceBuffer(batch_size, max_staleness)
+    buffer = held(batch_size, max_staleness)
     left: list[str] = []
     for arrival, version in enumerate(versions):
-        if not buffer.add(made(str(arrival), version, size=1 + arrival % 3)):
+        if buffer.add(made(str(arrival), version, size=1 + arrival % 3))[0] is None:
             left.append(str(arrival))
         if arrival % 5 == 4:
-            left += names(buffer.advance(arrival // 5))
+            left += names([group for group, _ in buffer.advance(arrival // 5)])
         if buffer.ready and arrival % 2:
             taken = buffer.take()
             assert all((group.min_version or 0) >= buffer.version - max_staleness for group in taken)
@@ -86,3 +116,83 @@ def test_nothing_is_lost_or_taken_twice(versions: list[int], batch_size: int, ma
     while buffer.ready:
         left += names(buffer.take())
     assert len(left) == len(set(left)) == len(versions) - len(buffer)
+
+
+def test_drop_takes_the_members_that_are_too_old_and_leaves_their_siblings_and_the_statistics_of_all() -> None:
+    buffer = held(batch_size=2, max_staleness=1)
+    buffer.add(spread("g", (0, 1, 2), (1,), (2,)))
+    assert buffer.advance(1) == []
+    assert left_names(buffer.advance(2)) == ["g/0/0"], "its oldest token decides"
+    assert left_names(buffer.advance(3)) == ["g/1/0"]
+    assert buffer.num_sequences == 1
+    buffer.add(made("young", 3))
+    [kept, young] = buffer.take()
+    assert [m.sequence_id for m in kept.members] == ["g/2/0"]
+    assert (kept.mean, kept.std, kept.num_compared) == (1.0, 1.0, 3)
+    assert young.num_compared == young.size == 2
+
+
+@pytest.mark.parametrize("late", ["keep", "wait"])
+def test_late_experience_is_kept_whole_at_any_age(late: Any) -> None:
+    buffer = held(batch_size=2, max_staleness=1, late=late)
+    before = spread("g", (0, 1), (0,))
+    buffer.add(before)
+    assert buffer.advance(90) == []
+    assert buffer.take() == [before]
+
+
+def test_mask_leaves_young_tokens_and_siblings() -> None:
+    buffer = held(batch_size=2, max_staleness=1, late="mask")
+    buffer.add(spread("g", (0, 1, 2), (0,), (2, 3)))
+    assert left_names(buffer.advance(2)) == ["g/1/0"], "all of it would be masked"
+    [taken] = buffer.take()
+    first, second = taken.members
+    assert (taken.num_compared, taken.mean) == (3, 1.0)
+    assert (first.trained_from, first.num_masked_tokens) == (1, 2)
+    assert [s.weight_version for s in first.sequence.segments if s.is_policy] == [1, 2]
+    assert first.sequence.num_tokens == 7, "what is masked is still read"
+    assert (second.trained_from, second.num_masked_tokens) == (0, 0)
+
+
+def test_no_token_beyond_max_token_age_is_trained_and_what_has_no_other_leaves() -> None:
+    buffer = held(batch_size=1, max_staleness=1, late="keep", max_token_age=3)
+    buffer.add(spread("g", (0, 2), (0,), (4,)))
+    assert left_names(buffer.advance(4)) == ["g/1/0"]
+    [taken] = buffer.take()
+    assert [m.num_masked_tokens for m in taken.members] == [2, 0]
+    assert taken.min_version == 2
+
+
+@given(
+    versions=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5),
+    version=st.integers(0, 9),
+    max_staleness=st.integers(0, 4),
+    late=st.sampled_from(["keep", "mask", "drop"]),
+)
+def test_of_every_token_it_is_certain_whether_it_is_trained(
+    versions: list[list[int]], version: int, max_staleness: int, late: Any
+) -> None:
+    """Each token is trained, masked or of an expired member, by its own age or (drop) its sequence's; none is lost."""
+    whole = spread("g", *(tuple(sorted(found)) for found in versions))
+    buffer = held(1, max_staleness, late)
+    buffer.add(whole)
+    expired = {member.sequence_id for _, members in buffer.advance(version) for member in members}
+    taken = buffer.take()[0].members if buffer.ready else ()
+    assert expired | {m.sequence_id for m in taken} == {m.sequence_id for m in whole.members}
+    by_name = {m.sequence_id: m for m in taken}
+    for member, found in zip(whole.members, versions, strict=True):
+        ages = [version - v for v in found]
+        if late == "keep":
+            trained = list(found)
+        elif late == "drop":
+            trained = found if max(ages) <= max_staleness else []
+        else:
+            trained = [v for v in found if version - v <= max_staleness]
+        if member.sequence_id in expired:
+            assert not trained
+            continue
+        left = by_name[member.sequence_id]
+        assert left.sequence.num_trained_tokens == 2 * len(trained)
+        assert left.num_masked_tokens == 2 * (len(found) - len(trained))
+        assert np.array_equal(left.sequence.token_ids, member.sequence.token_ids)
+        assert mask_sequence(member.sequence, left.trained_from) == left.sequence or not left.num_masked_tokens

@@ -14,8 +14,10 @@ def test_accept_all_skips_nothing() -> None:
 
 
 def test_a_prompt_is_filtered_once_its_average_reaches_the_limit_and_comes_back_when_it_falls() -> None:
-    curation = FilterSolved(decay=0.5, limit=0.95)
+    curation = FilterSolved(1, decay=0.5, limit=0.7)
     assert curation.accepts(7, 0), "nothing is known of it"
+    curation.observe(7, [1.0] * 4)
+    assert curation.accepts(7, 0), "one solved group is half of the average"
     curation.observe(7, [1.0] * 4)
     assert not curation.accepts(7, 1) and curation.accepts(8, 2)
     curation.observe(7, [0.0] * 4)
@@ -23,8 +25,43 @@ def test_a_prompt_is_filtered_once_its_average_reaches_the_limit_and_comes_back_
     assert curation.gauges()["curation_skipped"] == 1
 
 
+def groups_until_filtered(rewards: list[float], **settings: float) -> int | None:
+    curation = FilterSolved(1, **settings)
+    for number in range(200):
+        if not curation.accepts(0, number):
+            return number
+        curation.observe(0, rewards)
+    return None
+
+
+def test_a_prompt_is_filtered_after_twenty_nine_solved_groups_as_in_the_reference() -> None:
+    """Defect 7: the average begins at 0 and keeps 0.9 of itself, so one solved group says little."""
+    assert groups_until_filtered([1.0] * 8) == 29
+    assert groups_until_filtered([1.0] * 7 + [0.0]) is None, "seven of eight is below 0.95 for ever"
+
+
+@pytest.mark.parametrize(("rewards", "solved_reward"), [([40.0, 50.0], 40.0), ([0.5, 0.6], 0.5), ([-1.0], -1.0)])
+def test_a_success_is_a_reward_of_at_least_the_threshold_whatever_the_scale(
+    rewards: list[float], solved_reward: float
+) -> None:
+    """Defect 7: shares of successes are averaged, not rewards."""
+    assert groups_until_filtered(rewards, solved_reward=solved_reward) == 29
+    assert groups_until_filtered(rewards, solved_reward=solved_reward + 100.0) is None
+
+
+def test_a_solved_prompt_is_revisited_by_chance_and_comes_back_when_it_is_forgotten() -> None:
+    curation = FilterSolved(3, revisit=0.25)
+    for _ in range(40):
+        curation.observe(0, [1.0])
+    visits = [curation.accepts(0, position) for position in range(400)]
+    assert visits == [FilterSolved.accepts(curation, 0, position) for position in range(400)], "by position alone"
+    assert 60 < sum(visits) < 140
+    curation.observe(0, [0.0])
+    assert all(curation.accepts(0, position) for position in range(50))
+
+
 def test_a_group_whose_rollouts_all_failed_says_nothing_about_its_prompt() -> None:
-    curation = FilterSolved()
+    curation = FilterSolved(1)
     curation.observe(0, [])
     assert curation.accepts(0, 0)
 

@@ -38,7 +38,7 @@ async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worl
 
 
 async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[..., World]) -> None:
-    world = worlds(policies=AB, rollout={"policies": "apart"})
+    world = worlds(policies=AB, rollout={"policies": "apart"}, late="drop")
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
@@ -60,7 +60,7 @@ async def test_a_sequence_of_a_policy_that_does_not_play_is_refused(worlds: Call
 async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lost(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(policies=AB, max_staleness=0)
+    world = worlds(policies=AB, max_staleness=0, late="drop")
     world.trainer_side.join("b", "t", 1, 0, {})
     replica = await begin(world)
     orders = await world.orders(replica)

@@ -130,7 +130,7 @@ def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
 
 
 def test_what_became_of_each_advantage_group_is_told_when_its_task_group_is_complete() -> None:
-    batch = BatchConfig(size=2, max_staleness=0, resample=ResampleConfig(keep=2))
+    batch = BatchConfig(size=2, max_staleness=0, resample=ResampleConfig(keep=2), late="drop")
     experience = Experience({"model0": batch}, 10, Counter())
     told = []
     for name, rewards in (("a", [1.0, 0.0, 1.0]), ("b", [1.0] * 3), ("c", [0.0, 1.0, 0.0])):

@@ -17,6 +17,7 @@ from services.common.errors import (
 )
 from services.common.types import WeightVersion
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup
+from services.orchestrator.groups import TaskGroup
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.pool import Held, Hello
@@ -94,7 +95,7 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
 async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds()
+    world = worlds(late="drop")  # the finished sibling holds its place: no other task group is issued
     replica = world.join()
     await world.publish(0)
     world.train()
@@ -253,7 +254,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
 async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_work(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds(max_staleness=0)
+    world = worlds(max_staleness=0, late="drop")
     await world.publish(0)
     world.train()
     replica = world.join()
@@ -269,7 +270,7 @@ async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_w
 async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_be_trained_in_time(
     worlds: Callable[..., World],
 ) -> None:
-    world = worlds()  # batches of 8, max_staleness 1: 16 may be outstanding
+    world = worlds(late="drop")  # batches of 8, max_staleness 1: 16 may be outstanding
     await world.publish(0)
     world.train()
     replica = world.join()
@@ -290,6 +291,12 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
     world.train()
     orders = await world.orders(world.join())
     solved = orders[0]
+    played = TaskGroup(order=solved, position=world.ring.groups[solved.task_group_id].position)
+    for index in solved.indices:
+        played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
+    for _ in range(28):  # and once more below: 1 - 0.9 ** 29 is the first that reaches 0.95
+        assert all(world.ring.training_orders.curation.accepts(row, 0) for row in range(10))
+        world.ring._observe(played)
     await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
     group = world.ring.training_orders
     [row] = [row for row in range(10) if not group.curation.accepts(row, 0)]
@@ -303,8 +310,9 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
 
 async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
     world = worlds(curation="filter_solved")
-    for row in range(10):
+    for row in list(range(10)) * 29:
         world.ring.training_orders.curation.observe(row, [1.0, 1.0])
+    assert not any(world.ring.training_orders.curation.accepts(row, 0) for row in range(10))
     assert world.ring.training_orders.next_group().order.task.task_id
 
 

@@ -48,6 +48,7 @@ class World:
         held_out: dict[str, dict[str, Any]] | None = None,  # evaluation datasets of three rows
         envgateway: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
+        algorithm: dict[str, Any] | None = None,  # of every policy
         **batch: Any,
     ) -> None:
         self.run_dir = run_dir
@@ -55,7 +56,7 @@ class World:
         self.policies = policies
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
         self.held_out = held_out or {"held_out": {}}
-        self.envgateway = envgateway or {}
+        self.envgateway, self.algorithm = envgateway or {}, algorithm or {}
         self.sampling = sampling or {}
         self.clock = Clock()
         self.steps = 3
@@ -71,6 +72,7 @@ class World:
                 name: {
                     "model": {"path": "none"},
                     "batch": self.batch,
+                    "algorithm": self.algorithm,
                     "trainer": {"port": 0},
                     "weights": {"port": 0},
                 }

@@ -58,14 +58,14 @@ def test_m2po_trust_region_golden(
     moments = binding_second_moments(
         torch.tensor(d, dtype=torch.float64), torch.tensor(advantages), torch.ones(len(d), dtype=torch.bool)
     )
-    region = trust_region(moments, threshold)
+    region = trust_region(moments, algorithm("m2po", m2po_threshold=threshold))
     assert region.eps_low.item() == pytest.approx(eps_low, rel=1e-5)
     assert region.eps_high.item() == pytest.approx(eps_high, rel=1e-5)
     assert region.mean_second_moment.item() == pytest.approx(mean, rel=1e-5)
 
 
 def test_m2po_of_no_token_binds_only_the_caps() -> None:
-    region = trust_region(torch.zeros(0), 0.01)
+    region = trust_region(torch.zeros(0), algorithm("m2po"))
     assert region.eps_low.item() == pytest.approx(0.95)
     assert region.eps_high.item() == pytest.approx(20.0)
 
@@ -97,7 +97,8 @@ def test_m2po_suffix_rule_equals_dropping_one_by_one(moments: list[float], thres
             kept.pop()
         c = math.sqrt(kept[-1])
         low, high = min(1 - math.exp(-c), 0.95), min(math.exp(c) - 1, 20.0)
-        region = trust_region(torch.tensor(moments, dtype=torch.float64), threshold)
+        config = algorithm("m2po", m2po_threshold=threshold)
+        region = trust_region(torch.tensor(moments, dtype=torch.float64), config)
         assert region.eps_low.item() == pytest.approx(low, rel=1e-6, abs=1e-12)
         assert region.eps_high.item() == pytest.approx(high, rel=1e-6, abs=1e-12)
 

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
-from services.common.config.algorithm import AdvantageName, AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.algorithm import AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.credit import AdvantageName, DistillationConfig, ValueHeadConfig
 from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, M2poScope
 from services.common.config.policy import (
     BatchConfig,
@@ -19,7 +22,8 @@ from services.common.config.policy import (
     ResampleConfig,
 )
 from services.orchestrator.buffer.resample import quotas
-from services.trainer.algorithms import ALGORITHMS
+from services.trainer.algorithms import ALGORITHMS, algorithm_of
+from services.trainer.algorithms.base import TokenBatch
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
@@ -38,7 +42,16 @@ def test_every_name_is_documented(names: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [*LOSS_CLASSES.values(), BatchConfig, ResampleConfig, OverlongPenaltyConfig, ReplayConfig]
+    "section",
+    [
+        *LOSS_CLASSES.values(),
+        BatchConfig,
+        ResampleConfig,
+        OverlongPenaltyConfig,
+        ReplayConfig,
+        ValueHeadConfig,
+        DistillationConfig,
+    ],
 )
 def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
     assert not set(section.model_fields) - WORDS
@@ -47,6 +60,12 @@ def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
 def test_the_example_is_a_valid_policy() -> None:
     policy = example_policy(0)
     assert (policy.algorithm.name, policy.batch.minibatches) == ("m2po", 4)
+
+
+def test_the_examples_of_a_value_head_and_of_a_teacher_are_valid_policies() -> None:
+    critic, student = example_policy(2).algorithm, example_policy(3).algorithm
+    assert critic.value_head is not None and critic.value_head.lr == 1e-5
+    assert student.distillation is not None and student.distillation.task_coefficient == 0.0
 
 
 def example_policy(index: int) -> PolicyConfig:
@@ -75,3 +94,27 @@ def test_the_table_of_quotas_is_what_is_kept() -> None:
     for right, kept in zip(lines[0][1:], lines[1][1:], strict=True):
         for number in range(int(right.split("–")[0]), int(right.split("–")[-1]) + 1):
             assert quotas(32 - number, number, 16) == tuple(int(n) for n in kept.split(" + "))
+
+
+def test_the_table_of_clipped_shares_is_what_the_losses_clip() -> None:
+    rows = re.findall(r"^\| (`(?:m2po|authors|ppo_clip)`[^|]*) \| ([\d.]+)% \|$", PAGE, flags=re.MULTILINE)
+    settings: list[dict[str, object]] = [
+        {"name": "m2po"},
+        {"name": "m2po", "m2po_rule": "authors", "m2po_threshold": 0.01, "m2po_floor_low": 0, "m2po_floor_high": 0},
+        {"name": "m2po", "m2po_rule": "authors", "m2po_threshold": 0.01},
+        {"name": "m2po", "m2po_rule": "authors"},
+        {"name": "ppo_clip", "eps_clip": 0.2, "eps_clip_higher": 0.28},
+    ]
+    rng, count = np.random.default_rng(0), 400_000
+    tokens = TokenBatch(
+        logprobs=torch.tensor(rng.normal(0.0, 0.2, count)),
+        behaviour=torch.zeros(count, dtype=torch.float64),
+        advantages=torch.tensor(rng.choice([-1.0, 1.0], count)),
+        mask=torch.ones(count, dtype=torch.bool),
+        sequence_index=torch.zeros(count, dtype=torch.int64),
+        num_sequences=1,
+    )
+    for (row, share), section in zip(rows, settings, strict=True):
+        config = algorithm(**section)  # type: ignore[arg-type]
+        found = algorithm_of(config).loss(tokens, config).counts["clipped_tokens"].item() / count
+        assert 100 * found == pytest.approx(float(share), rel=0.04), row

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 
 from services.common.models import named_weights
-from services.trainer.algorithms import ALGORITHMS
 from services.trainer.model import build_policy_model, load_policy_model
 from services.trainer.sharding import Ranks, full_weights, init_ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

@@ -300,3 +300,25 @@ def test_supervised_documents_that_train_nothing_change_nothing() -> None:
     before = weights(supervised)
     assert supervised.run([Document.supervised(np.zeros(4), np.zeros(4, dtype=bool))]).loss == 0.0
     assert all(torch.equal(before[n], p) for n, p in weights(supervised).items())
+
+
+def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
+    """A gradient of zeros would still move the weights, by Adam's moments and the weight decay."""
+    sequences = training_sequences(8, minibatches=2)
+    nothing = train_step(algorithm("ppo_clip", rejection=[{"lower": 1e6}]))
+    before = {name: weight.clone() for name, weight in nothing.model.named_parameters()}
+    metrics = nothing.run(rank_batch(sequences))
+    assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
+    assert metrics.algorithm["left_out_share"] == 1.0
+    assert all(torch.equal(weight, before[name]) for name, weight in nothing.model.named_parameters())
+
+
+def test_rejection_is_by_the_policy_at_step_start() -> None:
+    """The second minibatch is judged by the weights before the first update, however large that was."""
+    sequences = training_sequences(8, minibatches=2)
+    criteria = [{"level": "sequence", "lower": 0.3, "upper": 1.5}]
+    shares = []
+    for lr in (1e-9, 10.0):
+        step = train_step(algorithm("ppo_clip", rejection=criteria), optimizer=OptimizerConfig(lr=lr))
+        shares.append(step.run(rank_batch(sequences)).algorithm["left_out_share"])
+    assert 0 < shares[0] < 1 and shares[0] == shares[1]

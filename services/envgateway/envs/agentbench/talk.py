@@ -16,6 +16,7 @@ from services.envgateway.envs.base import EpisodeLostError
 log = structlog.get_logger()
 
 _QUESTION_S = 10.0  # requests that start nothing
+_LEAST_S = 0.1  # with less, a server could take the turn and its answer come too late
 _CANCEL_S = 4.5  # less than the gateway waits for an environment to close
 
 
@@ -45,17 +46,18 @@ async def take_turn(
         EpisodeLostError: it may have, but does not answer.
     """
     until = time.monotonic() + timeout_s
+    left_s = timeout_s
     for pause_s in backoff(first_s=0.2, longest_s=2.0):
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            break
         try:
             reply = await http.post(path, left_s, body)
         except UnansweredError as error:
             raise EpisodeLostError(f"{error}: the turn may have been taken") from error
         if not is_busy(reply):
             return reply
-        await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
+        left_s = until - time.monotonic() - pause_s
+        if left_s < _LEAST_S:
+            break
+        await asyncio.sleep(pause_s)
     raise InfrastructureError(f"{http.url} was busy with this session for {timeout_s:g} s")
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import os
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -15,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.process_group import process_group
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.textworld.games import CookingGame, CustomGame
 
@@ -63,7 +62,7 @@ class GameMaker:
         script = Path(sysconfig.get_path("scripts")) / _SCRIPT
         if not script.is_file():
             raise InfrastructureError(f"{script} is missing: TextWorld is not installed as a package")
-        process = await asyncio.create_subprocess_exec(
+        async with process_group(
             sys.executable, str(script), *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env={
@@ -71,17 +70,12 @@ class GameMaker:
                 "HOME": folder,  # Inform leaves its documentation at home, or where it stands
             },
             cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                _, told = await process.communicate()
-        except TimeoutError:
-            raise InfrastructureError(f"{_SCRIPT} took longer than {self._timeout_s:g} s") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it, or a compiler that it left behind
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        ) as process:  # fmt: skip
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    _, told = await process.communicate()
+            except TimeoutError:
+                raise InfrastructureError(f"{_SCRIPT} took longer than {self._timeout_s:g} s") from None
         if process.returncode != 0:
             last = told.decode(errors="replace").strip().splitlines()[-1:]
             raise InvalidRequestError(f"this game cannot be made: {' '.join(last) or process.returncode}")

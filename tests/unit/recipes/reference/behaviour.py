@@ -13,8 +13,9 @@ from tests.unit.recipes.reference.names import (
     UNFILTERED_DAPO_SOLVER,
     WEBSHOP,
 )
+from tests.unit.recipes.reference.reading import renamed
 from tests.unit.recipes.reference.table import CODE as IN_CODE
-from tests.unit.recipes.reference.table import absent, departs, rows
+from tests.unit.recipes.reference.table import absent, departs, rows, same
 
 BEHAVIOUR_ROWS = rows(
     IN_CODE, M2PO | RSTAR2,
@@ -26,6 +27,9 @@ BEHAVIOUR_ROWS = rows(
         "advantage groups", "all attempts of a role in one", "policies.*.batch.group_by", "attempt",
         "a second try follows a rejection, so its mean is another one; `policy` puts them together", of=PAIRS | TWO_NODES,
     ),
+    same(
+        "what is older than `max_staleness`", "dropped", "policies.*.batch.late", renamed({"dropped": "drop"}), of=M2PO,
+    ),
     departs(
         "groups of equal rewards", "dropped by a later filter although `filter_function` is left out", "policies.*.batch.dynamic_sampling",
         False, "off means off: the variants are compared with the filtered ones", of=UNFILTERED,
@@ -36,7 +40,7 @@ BEHAVIOUR_ROWS = rows(
     ),
     departs(
         "time limit of a rollout", "none", "rollout.timeout_s", 1800.0,
-        "every wait has a deadline; a rollout that takes longer is a failure, not a reward",
+        "every wait has a deadline; a rollout that takes longer is in no statistics (`rollout.on_timeout: as_scored`)",
     ),
     absent("sampled work is kept: the others are compared with each other, two at least", {
         "a failed sample": "drops its whole group",

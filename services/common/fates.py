@@ -1,0 +1,54 @@
+"""What becomes of experience, as the orchestrator's journal says it and tools read it: names, no behaviour.
+
+slot -> failed, cancelled, or a trajectory
+advantage group complete -> GroupFate: kept, or dropped and why
+kept sequence -> in a batch record: trained, cut (some tokens masked) or masked (all) | left the buffer: expired
+task group -> ClosedReason: nothing more will come of it
+"""
+
+from __future__ import annotations
+
+import enum
+
+TOO_OLD = "TOO_OLD"
+"""The reason in the failure of a slot that was cancelled because its result could only have been dropped as too old."""
+
+
+class GroupFate(enum.StrEnum):
+    """What became of an advantage group when its task group was complete."""
+
+    KEPT = "kept"  # it waits for a batch; members that were too old already may be missing
+    EQUAL_REWARDS = "equal_rewards"
+    RESAMPLED_AWAY = "resampled_away"
+    TRUNCATED = "truncated"  # every member was cut by its budget, and such are masked (rollout.on_truncation)
+    SURPLUS = "surplus"  # its policy cannot use it any more
+    EXPIRED = "expired"  # every member was too old
+
+
+class ClosedReason(enum.StrEnum):
+    """Why nothing more comes of a task group."""
+
+    NOTHING_TO_TRAIN = "nothing to train"  # no advantage group was kept
+    TRAINED = "trained"  # the last of it went into a batch
+    EXPIRED = "expired"  # the last of it became too old in the buffer
+    STEPS_DONE = "all training steps are done"  # it was cancelled
+    RUN_ENDED = "the run has ended"  # it was cancelled
+
+
+class StepFact(enum.StrEnum):
+    """Counts in the statistics of a batch record.
+
+    ``*_EXPIRED`` and ``SLOTS_CANCELLED`` are of what happened since the batch before, the others of this batch's fresh
+    sequences.
+    """
+
+    SEQUENCES_EXPIRED = "sequences_expired"  # finished, and nothing of them may be trained any more
+    TOKENS_EXPIRED = "tokens_expired"  # that the policy wrote in them
+    SLOTS_CANCELLED = "slots_cancelled"  # stopped at their replica as too old: failures with the reason TOO_OLD
+    SEQUENCES_MASKED = "sequences_masked"  # their oldest tokens are masked; those of which all would be are expired
+    TOKENS_MASKED = "tokens_masked"
+    LATE_WAIT_S = "late_wait_s"  # that the batch waited for groups that were due, in seconds
+    # Of rollouts and rewards since the batch before:
+    TIMEOUTS = "timeouts"  # rollouts in which the policy was too slow; among the failures
+    TRUNCATED_MASKED = "sequences_truncated_masked"  # compared and not trained (rollout.on_truncation)
+    REWARDS_CLIPPED = "rewards_clipped"  # that reward_clip changed, of complete groups

@@ -1,0 +1,279 @@
+"""What becomes of experience that outlives ``max_staleness``, in the ring and after its recovery, in every mode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.config.policy import BatchConfig
+from services.common.fates import TOO_OLD, StepFact
+from services.common.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
+from services.orchestrator.batches import Batch
+from services.orchestrator.commands import CancelGroup
+from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.pool import Held, Replica
+from services.orchestrator.watch import Watch
+from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.world import World
+
+MODES = ["keep", "mask", "wait", "drop"]
+
+
+def spanning(reward: float, *versions: int) -> Sequence:
+    """Two tokens of each version."""
+    segments = (Segment.environment([1, 2]), *(Segment.policy([3, 4], [-0.5, -0.25], v) for v in versions))
+    return Sequence(policy="model0", segments=segments, reward=reward, stop_reason=StopReason.STOP)
+
+
+async def finish(world: World, order: TaskGroupOrder, index: int, *versions: int) -> None:
+    reward = float(index % 2)
+    await world.send(trajectory(order.task_group_id, index, spanning(reward, *versions), reward=reward))
+
+
+def hold(world: World, replica: Replica, version: int) -> None:
+    world.replica_side.report(
+        replica.replica_id,
+        replica.incarnation,
+        held={"model0": Held(version, f"d{version}")},
+        num_tokens=0,
+        emission=[],
+        gauges={},
+    )
+
+
+async def step(world: World, replica: Replica, number: int, timeout_s: float = 5.0) -> Batch:
+    """One training step: its batch, its version, and the replica on it."""
+    batch = await world.trainer_side.pull_batch("model0", number, timeout_s)
+    await world.publish(number)
+    hold(world, replica, number)
+    return batch
+
+
+async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    return replica, await world.orders(replica)
+
+
+async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
+    """Version 1 is out, and a group of version 0 has one open slot: with max_staleness 1 it is due."""
+    replica, (slow, *others) = await begin(world)
+    for index in range(3):
+        await finish(world, slow, index, 0)
+    for order in others:
+        for index in order.indices:
+            await finish(world, order, index, 0)
+    await step(world, replica, 1)
+    for order in await world.orders(replica):
+        for index in order.indices:
+            await finish(world, order, index, 1)
+    return replica, slow
+
+
+def content(share: RankBatch) -> list[tuple[Any, ...]]:
+    return [
+        (
+            item.sequence_id, item.group_mean, item.group_std, item.group_size, item.staleness, item.minibatch,
+            item.position, item.sequence.reward,
+            [
+                (s.source, s.weight_version, s.token_ids.tobytes(), s.logprobs.tobytes())
+                for s in item.sequence.segments
+            ],
+        )
+        for item in share.sequences
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", MODES)
+async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_tokens(
+    worlds: Callable[..., World], late: str
+) -> None:
+    world = worlds(run={"steps": 9}, late=late, max_staleness=1, size=12)
+    replica, orders = await begin(world)
+    slow = orders[0]
+    for order in orders[1:]:
+        for index in order.indices:
+            await finish(world, order, index, 0)
+    for index in range(2):
+        await finish(world, slow, index, 0)
+    await step(world, replica, 1)
+    for order in await world.orders(replica):
+        for index in order.indices:
+            await finish(world, order, index, 1)
+    await finish(world, slow, 2, 0, 1)
+    await finish(world, slow, 3, 0, 1)
+    batches = [await step(world, replica, 2)]
+    last = await world.orders(replica)
+    for order in last:
+        await finish(world, order, 0, 0, 1, 2)
+        for index in order.indices[1:]:
+            await finish(world, order, index, 2)
+    batches.append(await step(world, replica, 3))
+    for order in await world.orders(replica):
+        for index in order.indices:
+            await finish(world, order, index, 3)
+    batches.append(await step(world, replica, 4))
+    entries = {e.sequence_id: e for e in batches[0].record.entries}
+    assert {entries[f"{slow.task_group_id}/{index}/0"].group_size for index in range(4)} == {4}
+    oldest = {f"{order.task_group_id}/0/0" for order in last}  # their first tokens are of version 0
+    seen: set[str] = set()
+    for batch in batches[1:]:
+        record, version = batch.record, batch.record.training_step - 1
+        entries = {
+            e.sequence_id: e for e in record.entries if e.sequence_id.split("/")[0] in {n.split("/")[0] for n in oldest}
+        }
+        seen |= entries.keys()
+        assert {e.group_size for e in entries.values()} <= {4}, "statistics are of the whole group"
+        trained = sum(m.num_trained_tokens for m in record.minibatches)
+        assert trained == sum(s.num_trained_tokens for s in batch.sequences.values()), "denominators"
+        assert record.statistics[StepFact.TOKENS_MASKED] == sum(e.num_masked_tokens for e in record.entries)
+        for name in entries.keys() & oldest:
+            young = 1 if late == "mask" else version  # the age of its oldest token that is trained
+            assert entries[name].staleness == young
+            assert entries[name].num_masked_tokens == (2 * (version - 1) if late == "mask" else 0)
+    assert len(seen) >= 6, "their siblings were trained"
+    if late == "drop":
+        assert not oldest & seen
+        assert world.ring.counters["sequences_expired"] >= len(oldest)
+    else:
+        assert {name for name in oldest if name.split("/")[0] + "/1/0" in seen} == oldest & seen
+    before = [(b.record, content(b.share(0, 1))) for b in batches]
+    await world.crash()
+    for number, (record, shared) in enumerate(before, start=2):
+        again = await world.trainer_side.pull_batch("model0", number, 5.0)
+        assert (again.record, content(again.share(0, 1))) == (record, shared)
+
+
+async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
+    replica, slow = await straggling(world)
+    assert world.ring.groups[slow.task_group_id].born == {"model0": 0}
+    batch = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
+    assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
+    assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
+        slow.task_group_id
+    ]
+    assert slow.task_group_id not in world.ring.groups
+    assert slow.task_group_id not in replica.assignments
+    assert world.ring.counters["slots_cancelled"] == 1
+    assert world.ring.ingest.failures_in_a_row == 0, "nothing failed"
+    assert batch.record.statistics[StepFact.SLOTS_CANCELLED] == 1
+    assert batch.record.statistics["failures"] == 0
+    reader = JournalReader(world.run_dir / "journal")
+    failures = [reader.load(row) for row in reader.rows_of(records.FAILURE)]
+    reader.close()
+    assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
+    await world.crash()
+    assert slow.task_group_id not in world.ring.groups
+    again = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    assert again.record == batch.record
+
+
+@pytest.mark.parametrize("late", ["keep", "mask", "wait"])
+async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., World], late: str) -> None:
+    world = worlds(run={"steps": 9}, late=late, max_staleness=1)
+    replica, slow = await straggling(world)
+    await step(world, replica, 2)
+    assert world.ring.groups[slow.task_group_id].unresolved == (3,)
+    assert world.ring.counters["slots_cancelled"] == 0
+    await finish(world, slow, 3, 0, 2)
+    for order in await world.orders(replica):
+        for index in order.indices:
+            await finish(world, order, index, 2)
+    batch = await world.trainer_side.pull_batch("model0", 3, 5.0)
+    mine = {e.sequence_id: e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")}
+    assert {e.group_size for e in mine.values()} == {4}
+    if late == "mask":
+        assert [(name.split("/")[1], e.staleness, e.num_masked_tokens) for name, e in mine.items()] == [("3", 0, 2)]
+        assert world.ring.counters["sequences_expired"] == 3, "all of their tokens would be masked"
+    else:
+        assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
+
+
+async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    _, slow = await straggling(world)
+    batches = world.ring.batches["model0"]
+    batches.late.step_s = 10.0  # what step 1 took
+    pull = asyncio.ensure_future(world.trainer_side.pull_batch("model0", 2, 30.0))
+    await world.settle()
+    assert not pull.done() and batches.late.num_waited_for == 1
+    assert batches.late.left_s() == 5.0
+    world.clock.now += 4.0
+    await finish(world, slow, 3, 0)
+    batch = await pull
+    assert batch.record.statistics[StepFact.LATE_WAIT_S] == 4.0
+    first = {name.split("/")[0] for name in (e.sequence_id for e in batch.record.entries)}
+    assert slow.task_group_id in first
+    assert max(e.staleness for e in batch.record.entries) == 1, "it came before it was too old"
+
+
+async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+    replica, slow = await straggling(world)
+    late = world.ring.batches["model0"].late
+    late.step_s = 10.0
+    with pytest.raises(Exception, match="batch of step 2"):
+        await world.trainer_side.pull_batch("model0", 2, 0.05)
+    world.clock.now += 5.0
+    batch = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    assert batch.record.statistics[StepFact.LATE_WAIT_S] == 5.0
+    assert not any(e.sequence_id.startswith(f"{slow.task_group_id}/") for e in batch.record.entries)
+    await world.publish(2)
+    hold(world, replica, 2)
+    for order in await world.orders(replica):
+        for index in order.indices:
+            await finish(world, order, index, 2)
+    late.step_s = 10.0
+    batch = await world.trainer_side.pull_batch("model0", 3, 5.0)
+    assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
+
+
+async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_replica(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, late="drop", max_staleness=2)
+    replica, orders = await begin(world)
+    for order in orders[1:4]:
+        for index in order.indices:
+            await finish(world, order, index, 0)
+    await step(world, replica, 1)
+    await world.crash()
+    group = world.ring.groups[orders[0].task_group_id]
+    assert group.born == {"model0": 0}
+    world.clock.now += world.ring.recipe.orchestrator.lease_s + 1  # its replica does not come back
+    await Watch(world.ring).tick()
+    world.train()
+    assert orders[0].task_group_id in {o.task_group_id for o in await world.orders(world.join("b", number=1))}
+    assert group.born == {"model0": 1}
+    await world.crash()
+    group = world.ring.groups[orders[0].task_group_id]
+    assert group.born == {"model0": 1}
+    assert world.ring.experience.unfinished.begun_before("model0", 2) != []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"late": "keep", "late_wait_share": 0.5}, "late_wait_share belongs to late: wait, and late is keep"),
+        ({"late": "wait", "order": "fifo"}, "late: wait trains due groups first: set order: deadline, not fifo"),
+        ({"late": "drop", "max_token_age": 9}, "max_token_age is 9, and late: drop"),
+        ({"late": "mask", "max_token_age": 9}, "max_token_age is 9, and late: mask"),
+        ({"max_token_age": 1, "max_staleness": 2}, r"max_token_age \(1\) is below max_staleness \(2\)"),
+        ({"max_token_age": 4, "replay": {"ratio": 0.5}}, r"below replay.max_staleness \(8\): lower"),
+        ({"late_wait_share": 1.5, "late": "wait"}, "less than or equal to 1"),
+        ({"late": "later"}, "'keep', 'mask', 'wait' or 'drop'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        BatchConfig(**config)

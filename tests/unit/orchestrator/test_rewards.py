@@ -1,0 +1,450 @@
+"""From what workflows score to the advantages that are trained, through the ring: defects 5, 6, 8 and 9 of the review.
+
+Each test feeds outcomes to a ring, pulls the batch that the trainer would get, and computes the trainer's advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.policy import BatchConfig
+from services.common.config.services import RolloutConfig
+from services.common.errors import RolloutTimeoutError
+from services.common.types import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
+from services.inference.rollout import RolloutPlayer
+from services.inference.workflows.base import Outcome as WorkflowOutcome
+from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
+from services.orchestrator.batches import Batch
+from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, statistics
+from services.orchestrator.rewards import RewardRules, RewardTransform, filled, without_masked
+from services.trainer.algorithms.advantages import sequence_advantages
+from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy
+from tests.unit.inference.test_agent_env import Corridor, play
+from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+Worlds = Callable[..., World]
+Made = Callable[[str, int], Outcome]
+
+LENGTH = StopReason.LENGTH
+
+
+def scored(reward: float) -> Made:
+    return lambda group, index: trajectory(group, index, reward=reward)
+
+
+def truncated(reward: float) -> Made:
+    return lambda group, index: trajectory(group, index, sequence(reward, stop_reason=LENGTH), reward=reward)
+
+
+def timed_out(group: str, index: int) -> Outcome:
+    return RolloutFailure(task_group_id=group, index=index, reason=RolloutTimeoutError.reason)
+
+
+def broken(group: str, index: int) -> Outcome:
+    return failure(group, index)
+
+
+def recorded(outcome: WorkflowOutcome) -> Made:
+    """What a workflow left, as a slot's trajectory."""
+    return lambda group, index: trajectory(group, index, *outcome.sequences, reward=outcome.reward)
+
+
+def threads(reward: float, count: int) -> Made:
+    """A rollout of an agent that held so many conversations."""
+    return lambda group, index: trajectory(
+        group, index, *(sequence(reward, thread=number) for number in range(count)), reward=reward
+    )
+
+
+async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
+    """What the trainer makes of a group with these outcomes: advantages by "slot/position"; and the batch.
+
+    The batch is filled up with a group of 0 and 1, which is left out here.
+    """
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    orders = await world.orders(replica)
+    name = orders[0].task_group_id
+    await world.send(*(make(name, index) for index, make in enumerate(slots)))
+    for other in orders[1:]:
+        await world.play(other)
+    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    found = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(name)]
+    advantages = sequence_advantages(found, AlgorithmConfig())
+    return {s.sequence_id.partition("/")[2]: float(a) for s, a in zip(found, advantages, strict=True)}, batch
+
+
+def outstanding(world: World) -> int:
+    """Sequences that count against the quota and do not wait in the buffer."""
+    experience = world.ring.experience
+    return experience.admission.accounts["model0"].accepted - experience.buffers["model0"].num_sequences
+
+
+def expected(rewards: Sequence[float]) -> list[float]:
+    """GRPO advantages of a group, computed anew."""
+    return [(r - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-5) for r in rewards]
+
+
+def rules(**rollout: object) -> RewardRules:
+    return RewardRules(rollout=RolloutConfig.model_validate(rollout))
+
+
+def task_group(*slots: Made) -> TaskGroup:
+    made = TaskGroup(order=order("g", len(slots)))
+    for index, make in enumerate(slots):
+        made.resolve(make("g", index))
+    return made
+
+
+def only(groups: list[AdvantageGroup]) -> AdvantageGroup:
+    (group,) = groups
+    return group
+
+
+def rewards(group: AdvantageGroup) -> list[float]:
+    return [member.sequence.reward for member in group.members]
+
+
+# --- defect 5: returns -----------------------------------------------------------------------------------------------
+
+
+async def test_negative_returns_reach_the_gradient_as_they_are(worlds: Worlds) -> None:
+    """Defect 5: episodes that lose 1, 30, 49 and 30 have four advantages, and the first has the largest."""
+    returns = [-1.0, -30.0, -49.0, -30.0]
+    played = [await play(["fall"], Corridor(), max_turns=int(-lost)) for lost in returns]
+    found, batch = await trained(worlds(size=5), *map(recorded, played))
+    assert list(found.values()) == pytest.approx(expected(returns))
+    statistics = batch.record.statistics
+    assert statistics["reward_mean"] == statistics["trained_reward_mean"], "nothing is shaped"
+
+
+# --- defect 6: the clip ----------------------------------------------------------------------------------------------
+
+
+async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) -> None:
+    """Defect 6: [0, 100] at a clip of 20 is [0, 20], whose advantages are those of two different rewards."""
+    world = worlds(size=5, algorithm={"reward_clip": 20.0})
+    found, batch = await trained(world, *map(scored, [0.0, 100.0, 0.0, 100.0]))
+    assert list(found.values()) == pytest.approx(expected([0.0, 20.0, 0.0, 20.0]))
+    assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
+    statistics = batch.record.statistics
+    assert statistics["rewards_clipped"] == world.ring.counters["rewards_clipped"] == 2
+    assert statistics["trained_reward_mean"] != statistics["reward_mean"], "both are told"
+
+
+async def test_rewards_that_the_clip_makes_equal_count_as_equal(worlds: Worlds) -> None:
+    """Defect 6: [30, 40, 50, 60] at a clip of 20 teaches nothing, so dynamic sampling drops it, with its clipped rewards
+    counted."""
+    world = worlds(size=4, algorithm={"reward_clip": 20.0})
+    found, batch = await trained(world, *map(scored, [30.0, 40.0, 50.0, 60.0]))
+    assert found == {}
+    assert batch.record.statistics["groups_equal_dropped"] == 1
+    assert batch.record.statistics["rewards_clipped"] == 4
+
+
+async def test_nothing_is_clipped_unless_the_recipe_asks_for_it(worlds: Worlds) -> None:
+    """Defect 6: without `reward_clip` [30, 40, 50, 60] are four rewards."""
+    found, batch = await trained(worlds(size=5), *map(scored, [30.0, 40.0, 50.0, 60.0]))
+    assert list(found.values()) == pytest.approx(expected([30.0, 40.0, 50.0, 60.0]))
+    assert batch.record.statistics["rewards_clipped"] == 0
+
+
+async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(worlds: Worlds) -> None:
+    world = worlds(size=5, algorithm={"reward_bias": -0.5, "reward_scale": 10.0, "reward_clip": 8.0})
+    found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))
+    assert list(found.values()) == pytest.approx(expected([-5.0, 5.0, 8.0, 5.0]))
+    await world.crash()
+    again = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    assert again.record == batch.record
+    assert [s.sequence.reward for s in again.share(0, 1).sequences] == [e.reward for e in batch.record.entries]
+
+
+@given(
+    st.lists(st.floats(-50, 50), min_size=2, max_size=8),
+    st.floats(-5, 5),
+    st.floats(0.1, 10),
+    st.one_of(st.none(), st.floats(0.1, 60)),
+)
+def test_statistics_are_those_of_the_transformed_rewards(
+    values: list[float], bias: float, scale: float, clip: float | None
+) -> None:
+    transform = RewardTransform(bias=bias, scale=scale, clip=clip)
+    made = RewardRules(transforms={"model0": transform})
+    group, num_clipped = made.transformed(only(made.groups(task_group(*map(scored, values)))))
+    assert rewards(group) == [transform(value) for value in values]
+    assert (group.mean, group.std) == statistics(rewards(group))
+    assert num_clipped == sum(clip is not None and abs((value + bias) * scale) > clip for value in values)
+
+
+# --- defect 8: time-outs and truncation ------------------------------------------------------------------------------
+
+
+async def test_four_successes_and_four_time_outs_have_an_advantage(worlds: Worlds) -> None:
+    """Defect 8: a time-out of the policy's own is a member of its group's statistics, without tokens."""
+    world = worlds(size=8, rollout={"group_size": 8})
+    found, batch = await trained(world, *[scored(1.0)] * 4, *[timed_out] * 4)
+    assert list(found.values()) == pytest.approx(expected([1.0] * 4 + [0.0] * 4)[:4])
+    assert all(advantage > 0.9 for advantage in found.values())
+    assert {(e.group_size, e.group_mean) for e in batch.record.entries if e.group_mean == 0.5} == {(8, 0.5)}
+    assert (batch.record.statistics["timeouts"], batch.record.statistics["failures"]) == (4, 4)
+    assert outstanding(world) == len(batch.record.entries)
+
+
+async def test_a_policy_that_is_too_slow_at_its_replica_makes_the_others_better(worlds: Worlds) -> None:
+    """Defect 8, from the engine that is slow to the advantages of its siblings."""
+    world = worlds(size=4, rollout={"group_size": 4})
+    records = Records()
+
+    async def at_replica(order: TaskGroupOrder, indices: tuple[int, ...], latency_s: float, timeout_s: float) -> None:
+        player = RolloutPlayer(
+            workflows=dict.fromkeys(Purpose, SingleTurn(SingleTurnSettings())),
+            policies={"model0": await served_policy(["42"], latency_s=latency_s)},
+            gateway=FakeGateway(), sink=records, replica_id="a", num_slots=4, infra_retries=0,
+        )  # fmt: skip
+        player.play(replace(order, task=make_task(), indices=indices, timeout_s=timeout_s))
+        await player.wait_until_idle()
+
+    await world.publish(0)
+    world.train()
+    first, second = (await world.orders(world.join()))[:2]
+    await at_replica(first, (0, 1), latency_s=0.0, timeout_s=60.0)
+    await at_replica(first, (2, 3), latency_s=3600.0, timeout_s=0.05)
+    await world.send(*records.all)
+    await world.play(second)
+    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    share = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(first.task_group_id)]
+    assert sequence_advantages(share, AlgorithmConfig()).tolist() == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
+
+
+async def test_a_group_with_time_outs_is_the_same_after_a_restart(worlds: Worlds) -> None:
+    world = worlds(size=4, rollout={"timeout_reward": -2.0})
+    await world.publish(0)
+    world.train()
+    first, *_ = await world.orders(world.join())
+    name = first.task_group_id
+    await world.send(trajectory(name, 0, reward=1.0), timed_out(name, 1), timed_out(name, 2))
+    await world.crash()
+    await world.send(trajectory(name, 3, reward=1.0))
+    (group,) = world.ring.experience.buffers["model0"]._waiting.values()
+    assert (group.size, group.mean, group.num_compared) == (2, -0.5, 4)
+
+
+@pytest.mark.parametrize("on_timeout", ["penalise", "mask", "as_scored"])
+async def test_an_infrastructure_failure_is_never_a_reward(worlds: Worlds, on_timeout: str) -> None:
+    """Defect 8: only time-outs of the policy's own count; other failures are in no statistics, whatever the setting."""
+    world = worlds(size=4, rollout={"on_timeout": on_timeout})
+    found, batch = await trained(world, scored(1.0), scored(1.0), broken, broken)
+    assert found == {} and batch.record.statistics["groups_equal_dropped"] == 1
+    assert batch.record.statistics["timeouts"] == 0
+
+
+async def test_as_scored_a_time_out_is_a_failure_like_others(worlds: Worlds) -> None:
+    world = worlds(size=4, rollout={"on_timeout": "as_scored"})
+    found, _ = await trained(world, scored(1.0), scored(1.0), timed_out, timed_out)
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("scores", "stated", "reward"),
+    [([1.0, 1.0], None, 0.0), ([-3.0, -1.0], None, -3.0), ([-3.0, -1.0], -5.0, -5.0), ([1.0, 1.0], 0.25, 0.25)],
+)
+def test_a_time_out_never_beats_a_scored_rollout_unless_its_reward_is_stated(
+    scores: list[float], stated: float | None, reward: float
+) -> None:
+    made = rules(timeout_reward=stated)
+    group = only(made.groups(task_group(*map(scored, scores), timed_out, broken)))
+    assert group.silent == (reward,)
+    assert (group.mean, group.std) == statistics([*scores, reward])
+
+
+def test_a_time_out_is_compared_with_first_attempts_alone() -> None:
+    def two_attempts(group: str, index: int) -> Trajectory:
+        return trajectory(group, index, sequence(0.0, role="solver"), sequence(1.0, role="solver", attempt=1))
+
+    first, second = rules().groups(task_group(two_attempts, two_attempts, timed_out))
+    assert (first.attempt, first.silent, first.num_compared) == (0, (0.0,), 3)
+    assert (second.attempt, second.silent, second.num_compared) == (1, (), 2)
+
+
+async def test_masked_truncations_count_in_the_statistics_and_are_not_trained(worlds: Worlds) -> None:
+    """DAPO's overlong filtering: the reward of a truncated completion is compared, its tokens are in no loss."""
+    world = worlds(size=6, rollout={"on_truncation": "mask"})
+    found, batch = await trained(world, scored(1.0), truncated(0.0), scored(0.0), truncated(1.0))
+    assert list(found) == ["0/0", "2/0"]
+    assert list(found.values()) == pytest.approx([expected([1.0, 0.0, 0.0, 1.0])[i] for i in (0, 2)])
+    assert batch.record.statistics["sequences_truncated_masked"] == 2
+    assert sum(m.num_sequences for m in batch.record.minibatches) == len(batch.record.entries)
+    assert outstanding(world) == len(batch.record.entries)
+
+
+async def test_a_group_of_which_all_is_masked_returns_its_quota(worlds: Worlds) -> None:
+    world = worlds(size=4, rollout={"on_truncation": "mask"})
+    found, batch = await trained(world, *map(truncated, [1.0, 0.0, 0.0, 1.0]))
+    assert found == {} and batch.record.statistics["sequences_truncated_masked"] == 4
+    assert outstanding(world) == len(batch.record.entries)
+
+
+async def test_penalised_truncations_have_the_stated_reward(worlds: Worlds) -> None:
+    world = worlds(size=5, rollout={"on_truncation": "penalise", "truncation_reward": -1.0})
+    found, batch = await trained(world, scored(1.0), truncated(1.0), scored(0.0), truncated(0.0))
+    assert list(found.values()) == pytest.approx(expected([1.0, -1.0, 0.0, -1.0]))
+    assert batch.record.statistics["reward_mean"] > batch.record.statistics["trained_reward_mean"]
+
+
+async def test_as_scored_truncations_are_trained_like_others(worlds: Worlds) -> None:
+    found, _ = await trained(worlds(size=5), scored(1.0), truncated(1.0), scored(0.0), truncated(0.0))
+    assert list(found.values()) == pytest.approx(expected([1.0, 1.0, 0.0, 0.0]))
+
+
+def test_rewards_that_no_rule_reads_are_refused() -> None:
+    with pytest.raises(ValidationError, match="timeout_reward is -1, and on_timeout as_scored gives none"):
+        RolloutConfig(on_timeout="as_scored", timeout_reward=-1.0)
+    with pytest.raises(ValidationError, match="truncation_reward is -1, and on_truncation mask gives none"):
+        RolloutConfig(on_truncation="mask", truncation_reward=-1.0)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-100, 100)), max_size=12))
+def test_what_was_not_scored_never_beats_what_was(scores: list[float | None]) -> None:
+    known = [score for score in scores if score is not None]
+    for before, after in zip(scores, filled(scores), strict=True):
+        assert after == before if before is not None else after <= min([0.0, *known])
+
+
+# --- the same in evaluation ------------------------------------------------------------------------------------------
+
+
+async def evaluated(world: World, *slots: Made) -> float:
+    """The mean reward of an evaluation whose three tasks had these outcomes."""
+    await world.publish(0)
+    await world.ring.begin_evaluation("start")
+    orders = await world.orders(world.join())
+    await world.send(*(make(order.task_group_id, 0) for make, order in zip(slots, orders, strict=True)))
+    (result,) = world.ring.evaluations.results.values()
+    assert result.num_trajectories == 3, "the denominator never shrinks"
+    return result.mean_reward
+
+
+@pytest.mark.parametrize("lost", [timed_out, broken], ids=["time-out", "failure"])
+async def test_in_evaluation_a_failure_does_not_beat_negative_rewards(worlds: Worlds, lost: Made) -> None:
+    """Defect 8: among -30 and -2 a failed item counts as -30, not as 0; where rewards are not negative it counts as 0."""
+    assert await evaluated(worlds(), scored(-30.0), lost, scored(-2.0)) == pytest.approx((-30 - 30 - 2) / 3)
+    assert await evaluated(worlds(), scored(1.0), lost, scored(1.0)) == pytest.approx(2 / 3)
+
+
+async def test_a_stated_reward_of_failures_holds_in_every_evaluation(worlds: Worlds) -> None:
+    world = worlds(evaluation={"failed_reward": -50.0}, rollout={"timeout_reward": -7.0})
+    assert await evaluated(world, scored(-30.0), broken, timed_out) == pytest.approx((-30 - 50 - 7) / 3)
+
+
+async def test_time_outs_and_truncations_mean_the_same_in_evaluation_as_in_training(worlds: Worlds) -> None:
+    rollout = {"timeout_reward": -1.0, "on_truncation": "penalise", "truncation_reward": -0.5}
+    assert await evaluated(worlds(rollout=rollout), scored(1.0), truncated(1.0), timed_out) == pytest.approx(-0.5 / 3)
+    made = rules(**rollout)
+    group = only(made.groups(task_group(scored(1.0), truncated(1.0), timed_out)))
+    assert [*rewards(group), *group.silent] == [1.0, -0.5, -1.0]
+    assert made.outcome_rewards(make("g", i) for i, make in enumerate([scored(1.0), truncated(1.0), timed_out])) == [
+        1.0, -0.5, -1.0,
+    ]  # fmt: skip
+
+
+# --- defect 9: agents with several threads ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_by", ["rollout", "attempt"])
+async def test_all_threads_of_a_rollout_have_its_advantage(worlds: Worlds, group_by: str) -> None:
+    """Defect 9: three successes with one thread and a failure with six: the failure has -1.5, in each of its threads."""
+    world = worlds(size=10, group_by=group_by)
+    found, batch = await trained(world, *[threads(1.0, 1)] * 3, threads(0.0, 6))
+    assert {name: round(a, 3) for name, a in found.items()} == {
+        "0/0": 0.5, "1/0": 0.5, "2/0": 0.5, **{f"3/{position}": -1.5 for position in range(6)},
+    }  # fmt: skip
+    assert {e.group_size for e in batch.record.entries} == {4}, "rollouts, not sequences"
+
+
+async def test_later_threads_of_successes_are_not_compared_among_themselves(worlds: Worlds) -> None:
+    """Defect 9: threads that only successes have would be a group of equal rewards; with their rollout they are trained."""
+    found, _ = await trained(
+        worlds(size=8, group_by="rollout"), threads(1.0, 3), threads(0.0, 1), *[threads(1.0, 2)] * 2
+    )
+    assert {name: round(a, 3) for name, a in found.items() if name[0] == "0"} == {"0/0": 0.5, "0/1": 0.5, "0/2": 0.5}
+
+
+async def test_grouped_by_policy_a_rollout_counts_as_often_as_it_has_threads(worlds: Worlds) -> None:
+    found, batch = await trained(worlds(size=10, group_by="policy"), *[threads(1.0, 1)] * 3, threads(0.0, 6))
+    assert {round(found[f"3/{position}"], 3) for position in range(6)} == {-0.667}
+    assert 9 in {e.group_size for e in batch.record.entries}
+
+
+async def test_rollouts_are_compared_over_roles_and_attempts_by_their_mean_reward(worlds: Worlds) -> None:
+    def tried_twice(group: str, index: int) -> Trajectory:
+        return trajectory(
+            group, index, sequence(0.0, role="solver"), sequence(1.0, role="solver", attempt=1), reward=1.0
+        )
+
+    found, _ = await trained(worlds(size=7, group_by="rollout"), tried_twice, *map(scored, [1.0, 0.0, 0.0]))
+    by_rollout = expected([0.5, 1.0, 0.0, 0.0])
+    assert found["0/0"] == found["0/1"] == pytest.approx(by_rollout[0])
+    assert [found[f"{i}/0"] for i in (1, 2, 3)] == pytest.approx(by_rollout[1:])
+
+
+async def test_a_group_of_rollouts_comes_back_from_the_journal_with_its_statistics(worlds: Worlds) -> None:
+    """What replay draws again after a restart has the statistics and rewards that it was trained with."""
+    world = worlds(size=8, group_by="rollout", replay={"ratio": 0.5, "max_staleness": 3}, run={"steps": 4})
+    await trained(world, *[threads(1.0, 1)] * 3, threads(0.0, 6))
+    await world.publish(1)
+    before = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.ring.experience.replay["model0"].groups]
+    await world.crash()
+    after = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.ring.experience.replay["model0"].groups]
+    assert after == before and (0.75, 0.5, 4, [1.0] * 3 + [0.0] * 6) in after
+
+
+def test_single_sequences_cannot_be_resampled_where_rollouts_are_compared() -> None:
+    with pytest.raises(ValidationError, match="resample keeps single sequences of a group, and group_by is rollout"):
+        BatchConfig(size=4, group_by="rollout", resample={"keep": 2})  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-10, 10), st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=8
+    ).filter(lambda slots: not all(lost for _, _, lost, _ in slots)),
+    st.sampled_from(["attempt", "rollout", "policy"]),
+    st.sampled_from(["penalise", "mask", "as_scored"]),
+)
+def test_masking_changes_no_statistics_and_rollouts_weigh_alike(slots: list, group_by: str, on_truncation: str) -> None:  # type: ignore[type-arg]
+    """Whatever is masked, mean and deviation stay; and where rollouts are compared, advantages weighed by rollout add up to
+    zero over all that are compared."""
+
+    def make(reward: float, count: int, cut: bool) -> Made:
+        stop = LENGTH if cut else StopReason.STOP
+        return lambda group, index: trajectory(group, index, *[sequence(reward, stop_reason=stop)] * count)
+
+    made = RewardRules(
+        rollout=RolloutConfig.model_validate({"on_truncation": on_truncation}),
+        group_by={"model0": group_by},  # type: ignore[dict-item]
+    )
+    group, _ = made.transformed(
+        only(made.groups(task_group(*(timed_out if lost else make(r, n, cut) for r, n, lost, cut in slots))))
+    )
+    kept = without_masked(group)
+    if kept is not None:
+        assert (kept.mean, kept.std, kept.num_compared) == (group.mean, group.std, group.num_compared)
+        assert (kept.size < group.size) == (
+            on_truncation == "mask" and any(not lost and cut for _, _, lost, cut in slots)
+        )
+    centred: dict[str, list[float]] = {}
+    for member in group.members:
+        key = member.sequence_id if group_by == "policy" else member.rollout
+        centred.setdefault(key, []).append(member.sequence.reward - group.mean)
+    silent = [reward - group.mean for reward in group.silent]
+    assert len(centred) + len(silent) == group.num_compared
+    assert sum(sum(found) / len(found) for found in centred.values()) + sum(silent) == pytest.approx(0.0, abs=1e-9)
