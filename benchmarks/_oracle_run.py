@@ -118,6 +118,7 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> 
         behaviour=tokens.input("behaviour")[own],
         advantages=tokens.input("advantages")[own],
         weight_versions=torch.zeros(count, dtype=torch.int64),
+        mixed_cache=torch.zeros(count, dtype=torch.bool),
         sequence_index=sequence,
         num_sequences=int(sequence.max()) + 1 if count else 0,
         is_dummy=False,
