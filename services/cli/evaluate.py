@@ -11,10 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from services.cli import drawing
 from services.cli.run_state import check_run_directory
+from services.cli.tables import Column, FittingTable
 from services.cli.units import format_change
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
@@ -131,13 +130,13 @@ def compare(
     return left
 
 
-def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
+def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> FittingTable:
     """Results of ``summary.json`` by pass and dataset, in hundredths; with the change where they were compared."""
-    table = Table(box=None, header_style="dim")
     was_compared = any(result.get("compared_with") for result in evaluations.values())
-    change = ("change (95%)",) if was_compared else ()
-    for column in ("sampling", "dataset", "avg@k", "95%", *change, "pass@k", "tasks", "failed"):
-        table.add_column(column, justify="left" if column in ("sampling", "dataset", "pass@k") else "right")
+    columns = [Column("sampling"), Column("dataset"), Column("avg@k", "right"), Column("95%", "right")]
+    columns += [Column("change (95%)", "right")] if was_compared else []
+    columns += [Column("pass@k", spare=1), Column("tasks", "right", 3), Column("failed", "right", 2)]
+    table = FittingTable(columns, box=None)
     for name, result in evaluations.items():
         label = name.partition("/")[2]
         for found in result["datasets"]:

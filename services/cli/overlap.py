@@ -4,7 +4,7 @@ A text is its words in lower case without punctuation. An evaluation task overla
 equal, or when runs of 13 words (8 for texts of fewer than 13; none below 8) that both have cover half of the evaluation
 task's words. Runs of 13 are GPT-3's (Brown et al., arXiv 2005.14165, appendix C: 8 to 13 words by the length of the texts);
 half of the words in the same training task is Tülu 3's rule (Lambert et al., arXiv 2411.15124), because a single
-run is often a phrase of the trade: 9 of AIME 2024's 30 problems share one with MATH ("where m and n are relatively prime
+run is often a common phrase: 9 of AIME 2024's 30 problems share one with MATH ("where m and n are relatively prime
 positive integers. Find m + n."), and none is in it. For the same reason a run that more than 8 evaluation tasks have counts
 as their template. Tasks without a text overlap when their rows are equal and name an ``index``.
 

@@ -56,7 +56,7 @@ def test_half_of_the_words_must_stand_in_long_runs_of_one_training_task(in_commo
 
 
 def test_runs_of_several_training_tasks_do_not_add_up() -> None:
-    """A phrase of the trade here and another there is no task that was trained on."""
+    """Common phrases from several training tasks are no overlap with any of them."""
     task = words(40)
     halves = [" ".join([*task[:19], "x"]), " ".join(["y", *task[20:39]])]
     assert found(halves, [" ".join(task)]) == []

@@ -213,3 +213,40 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
     assert (await world.trainer_side.pull_batch("model0", 4, 5.0)).record == fourth.record
+
+
+class OtherName(LongWorld):
+    mark = "fff"
+
+
+def places(share: RankBatch) -> list[tuple[str, float]]:
+    """What was trained, without the mark of the run's names."""
+    return [(s.sequence_id.partition("-")[2], s.sequence.reward) for s in share.sequences]
+
+
+async def test_runs_of_one_seed_resample_and_replay_alike_whatever_their_names_and_restarts(tmp_path: Path) -> None:
+    """Review, defect 2: what RoC drew depended on the run's mark, and what was replayed did not depend on ``run.seed``."""
+    resample = {"keep": 3, "positives": "weighted", "negatives": "uniform"}
+    settings: dict[str, Any] = {"replay": HALF, "resample": resample, "size": 12, "rollout": {"group_size": 8}}
+    kinds = {"one": (LongWorld, 1), "renamed": (OtherName, 1), "seeded apart": (LongWorld, 2)}
+    worlds = {name: kind(tmp_path / name, run={"seed": seed}, **settings) for name, (kind, seed) in kinds.items()}
+    trained: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in worlds}
+    for name, world in worlds.items():
+        await world.publish(0)
+        world.train()
+        for number in range(1, 6):
+            if name == "renamed" and number % 2:
+                replica = world.join(number=number - 1)
+                for order in await world.orders(replica):
+                    await world.play(order, version=number - 1)
+                await world.crash()  # what was resampled is drawn again from the journal
+                world.train()
+                batch = await world.trainer_side.pull_batch("model0", number, 5.0)
+                await world.publish(number)
+            else:
+                batch = await world.step(number)
+            trained[name].append(sorted(places(batch.share(0, 1))))
+        await world.close()
+    assert trained["one"] == trained["renamed"]
+    assert trained["one"] != trained["seeded apart"]
+    assert any(entry in trained["one"][0] for step in trained["one"][1:] for entry in step), "something was replayed"

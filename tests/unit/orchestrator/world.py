@@ -37,6 +37,8 @@ class Clock:
 class World:
     """Keyword arguments that are not named are the batch section of every policy."""
 
+    mark = "abc"  # of the run, in the names of its task groups
+
     def __init__(
         self,
         run_dir: Path,
@@ -99,7 +101,7 @@ class World:
             evaluation_sources={
                 name: UsableRows(ListRows([{"n": i} for i in range(3)], name), None) for name in self.held_out
             },
-            run_mark="abc",
+            run_mark=self.mark,
             started_at=0.0,
             clock=self.clock,
         )
