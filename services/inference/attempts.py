@@ -2,8 +2,8 @@
 
     play -> within order.timeout_s: attempt 0, 1, ... infra_retries -> workflow -> outcome, checked
 
-A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it, was
-waited for at its end, or is ill: everything else is a failure of the machinery, which costs the policy nothing.
+A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it or is
+ill, and a generation was all that was waited for at its end: everything else costs the policy nothing.
 Knows nothing about slots, records, or who ordered it.
 """
 
@@ -80,7 +80,7 @@ class Attempts:
             )
             if clock.only_policy_was_waited_for and all(p.engine.health().ok for p in self._policies.values()):
                 raise RolloutTimeoutError(late) from None
-            waits = ", ".join(sorted(clock.cut_short)) or "nothing"
+            waits = ", ".join(sorted(clock.cut_short)) or "its own code"
             raise DeadlineError(f"{late}, after {clock.num_retries} retries and while it waited for {waits}") from None
 
     async def _play_with_retries(

@@ -47,8 +47,11 @@ class RolloutClock:
 
     @property
     def only_policy_was_waited_for(self) -> bool:
-        """Whether nothing failed, and no call but of a policy's generation was cut short by a cancellation."""
-        return self.num_retries == 0 and self.cut_short <= {GENERATE}
+        """Whether nothing failed, and a policy's generation was all that a cancellation cut short.
+
+        Code of a workflow, a reward or an agent may wait for anything: it does not count as the policy's.
+        """
+        return self.num_retries == 0 and self.cut_short == {GENERATE}
 
     @contextmanager
     def phase(self, what: str, policy: str = "") -> Iterator[OpenPhase]:
