@@ -143,9 +143,8 @@ def value_loss_(case: Case) -> Answer:
         values, tokens.input("old_values"), tokens.input("returns"), case.settings["value_clip"]
     )
     totals = MinibatchTotals(num_sequences=tokens.num_sequences, num_trained_tokens=len(values))
-    everything = torch.ones_like(clipped)
     loss = aggregate(
-        per_token, everything, everything, tokens.sequence, tokens.num_sequences, totals, section(case, "reinforce")
+        per_token, torch.ones_like(clipped), tokens.sequence, tokens.num_sequences, totals, section(case, "reinforce")
     )
     (gradient,) = torch.autograd.grad(loss, values)
     return Answer(

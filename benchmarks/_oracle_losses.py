@@ -62,11 +62,9 @@ def aggregation(case: Case) -> Answer:
         return compared(case, run_loss(case, section(case, "ppo_clip", **clip(case))))
     tokens = Tokens.of(case)
     values = tokens.input("per_token_loss").requires_grad_()
-    everything = torch.ones_like(values, dtype=torch.bool)
     loss = aggregate(
         values,
-        everything,
-        everything,
+        torch.ones_like(values, dtype=torch.bool),
         tokens.sequence,
         tokens.num_sequences,
         MinibatchTotals(num_sequences=tokens.num_sequences, num_trained_tokens=len(values)),

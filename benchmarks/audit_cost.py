@@ -84,7 +84,7 @@ def draw_batch(workload: Workload, vocab_size: int, seed: int) -> RankBatch:
     random = np.random.default_rng(seed + 1)
     sequences = []
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        tokens = random.integers(0, vocab_size, length)
+        tokens = random.integers(0, vocab_size, length, dtype=np.int32)
         spoken = Segment.policy(tokens, random.normal(-6.0, 0.3, length).astype(np.float32), weight_version=0)
         sequence = Sequence(
             policy="p",

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,14 @@ async def write_run(run: Path, num_rollouts: int, lengths: bool, seed: int) -> P
         name = f"a-{number:08d}"
         equal = number % 3 == 0
         issued = GroupRecord(order=_order(name), position=number, evaluation="", replica_id="r", incarnation="1")
-        journal.submit(records.GROUP, name, lambda issued=issued: records.group_to_json(issued))
+        journal.submit(records.GROUP, name, partial(records.group_to_json, issued))
         played = [_trajectory(name, index, version, random) for index in range(GROUP_SIZE)]
         for trajectory in played:
             key = rollouts.trajectory_key(name, trajectory.index)
-            journal.submit(records.TRAJECTORY, key, lambda t=trajectory: rollouts.trajectory_to_json(t))
+            journal.submit(records.TRAJECTORY, key, partial(rollouts.trajectory_to_json, trajectory))
         verdict = _verdict(played, GroupFate.EQUAL_REWARDS if equal else GroupFate.KEPT)
         verdict = verdict if lengths else replace(verdict, members=())
-        journal.submit(records.VERDICT, name, lambda n=name, v=verdict: records.verdicts_to_json(n, [v]))
+        journal.submit(records.VERDICT, name, partial(records.verdicts_to_json, name, [verdict]))
         if equal:
             _close(journal, name, ClosedReason.NOTHING_TO_TRAIN)
         else:
@@ -122,7 +123,7 @@ async def write_run(run: Path, num_rollouts: int, lengths: bool, seed: int) -> P
         if len(waiting) >= BATCH:
             version += 1
             batch = _batch(waiting, version)
-            await journal.append(records.BATCH, f"p/{version}", lambda b=batch: records.batch_to_json(b))
+            await journal.append(records.BATCH, f"p/{version}", partial(records.batch_to_json, batch))
             for trained in dict.fromkeys(t.task_group_id for t in waiting):
                 _close(journal, trained, ClosedReason.TRAINED)
             _publish(journal, version)
@@ -144,7 +145,9 @@ def _order(name: str) -> TaskGroupOrder:
 
 def _trajectory(name: str, index: int, version: int, random: np.random.Generator) -> Trajectory:
     length = int(random.integers(200, 401))
-    spoken = Segment.policy(random.integers(0, 30_000, length), random.normal(-1, 0.3, length), version)
+    spoken = Segment.policy(
+        random.integers(0, 30_000, length, dtype=np.int32), random.normal(-1, 0.3, length).astype(np.float32), version
+    )
     segments = (Segment.environment([1, 2, 3]), spoken)
     sequence = Sequence(policy="p", segments=segments, reward=float(index % 2), stop_reason=StopReason.STOP)
     return Trajectory(task_group_id=name, index=index, sequences=(sequence,), reward=float(index % 2))

@@ -198,7 +198,9 @@ class ProgressView:
             return
         self._stalls.tell(progress.stalls)
         for result in progress.evaluations[self._num_evaluations :]:
-            self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
+            change = _change(result.difference if result.HasField("difference") else None)
+            told = f", change {change} since {result.compared_with}" if change else ""
+            self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}")
         self._num_evaluations = len(progress.evaluations)
         if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)

@@ -122,6 +122,7 @@ class Attempts:
                 account=self._account,
                 scene=scene,
                 clock=clock,
+                purpose=order.purpose,
             )
             for name, policy in self._policies.items()
             if not order.policies or name in order.policies

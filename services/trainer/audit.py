@@ -48,15 +48,6 @@ class Sign(enum.StrEnum):
 _CELLS = [(sign, cause) for sign in Sign for cause in Cause]
 _RATIOS, _SQUARES = "ratios/", "squared_ratios/"  # names of sums, before the minibatch
 _ZERO_ADVANTAGE = len(_CELLS)  # and behind it the tokens of each sign, then those with a gradient
-COUNTS = frozenset(
-    {
-        "zero_gradient_tokens",
-        "zero_gradient/zero_advantage_tokens",
-        *(f"zero_gradient/{sign}/{cause}_tokens" for sign, cause in _CELLS),
-        *(f"advantage_{sign}_tokens" for sign in Sign),
-    }
-)
-"""Sums of the audit, which no loss may count by the same names."""
 
 
 class GradientAudit:

@@ -71,7 +71,10 @@ def with_credit(
         result = _normalized(result, ranks, config)
     for minibatch in result:
         for batch in minibatch:
-            sums.add("advantage_abs", batch.advantages.abs().sum(dtype=torch.float64))
+            told = with_teacher(
+                batch, batch.behaviour, config
+            )  # the policy's own log-probabilities come with its updates
+            sums.add("advantage_abs", told.advantages.abs().sum(dtype=torch.float64))
     return result
 
 
@@ -102,7 +105,7 @@ def value_loss_share(
     assert head is not None and batch.old_values is not None and batch.returns is not None
     per_token, clipped = value_loss(values, batch.old_values, batch.returns, head.clip)
     everything = torch.ones_like(clipped)
-    loss = aggregate(per_token, everything, everything, batch.sequence_index, batch.num_sequences, totals, config)
+    loss = aggregate(per_token, everything, batch.sequence_index, batch.num_sequences, totals, config)
     sums.add("value_loss", loss)
     sums.add("value_clipped_tokens", clipped.sum())
     return head.coefficient * loss

@@ -12,6 +12,7 @@ from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
 RESERVED_COUNTS = {"trained_tokens", "fresh_tokens", "first_tokens"}  # of the step: what shares are of
+RESERVED_PREFIXES = ("zero_gradient", "advantage_")  # of the audit's counts
 
 
 class Sums:

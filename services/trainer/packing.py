@@ -9,6 +9,7 @@ Plain numpy: it knows nothing about models, ranks or losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import InvalidRequestError
-from services.common.types import Logprobs, TokenIds, TrainingSequence
+from services.common.kept_tokens import KeptSets, unpack
+from services.common.types import Logprobs, Segment, TokenIds, TrainingSequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -35,6 +37,8 @@ class Document:
     weight_versions: Ints  # [num_tokens], NO_VERSION where the mask is false
     mixed_cache: Bools  # [num_tokens], sampled on a KV cache that older weights had computed in part
     advantage: float = 0.0
+    kept: KeptSets | None = None  # of all tokens; None: each trained one was drawn from the whole vocabulary
+    temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], NaN where it is the recipe's; None: everywhere
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +82,12 @@ class Document:
                 mixed_cache[start:end] = segment.mixed_cache
             start = end
         _check_first_token(loss_mask, f"sequence {item.sequence_id}")
+        kept = temperatures = None
+        if any(s.kept for s in segments):
+            kept = KeptSets.concatenated([_kept_of(s, item.sequence_id) for s in segments])
+        if any(s.temperature is not None for s in segments):
+            of_segment = [math.nan if s.temperature is None else s.temperature for s in segments]
+            temperatures = np.repeat(of_segment, [s.num_tokens for s in segments])
         return cls(
             token_ids=item.sequence.token_ids,
             loss_mask=loss_mask,
@@ -85,7 +95,16 @@ class Document:
             weight_versions=weight_versions,
             mixed_cache=mixed_cache,
             advantage=advantage,
+            kept=kept,
+            temperatures=temperatures,
         )
+
+
+def _kept_of(segment: Segment, sequence_id: str) -> KeptSets:
+    try:
+        return unpack(segment.kept, segment.token_ids)
+    except ValueError as error:
+        raise InvalidRequestError(f"sequence {sequence_id}: {error}") from None
 
 
 def _check_first_token(loss_mask: Bools, name: str) -> None:
@@ -108,6 +127,8 @@ class MicroBatch:
     mixed_cache: Bools  # [num_tokens]
     document_index: Ints  # [num_tokens], position of the document in this micro-batch
     sources: Ints  # [num_documents], index of the document in the list that was packed, or DUMMY_SOURCE
+    kept: KeptSets | None = None  # of all tokens, as of a document
+    temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], as of a document
 
     @property
     def num_tokens(self) -> int:
@@ -180,4 +201,20 @@ def _lay_out(documents: Seq[Document], sources: Seq[int]) -> MicroBatch:
         mixed_cache=np.concatenate([d.mixed_cache for d in documents]),
         document_index=np.repeat(np.arange(len(documents), dtype=np.int64), lengths),
         sources=np.array(sources, dtype=np.int64),
+        kept=_joined_kept(documents),
+        temperatures=_joined_temperatures(documents),
+    )
+
+
+def _joined_kept(documents: Seq[Document]) -> KeptSets | None:
+    if all(d.kept is None for d in documents):
+        return None
+    return KeptSets.concatenated([KeptSets.whole(d.num_tokens) if d.kept is None else d.kept for d in documents])
+
+
+def _joined_temperatures(documents: Seq[Document]) -> npt.NDArray[np.float64] | None:
+    if all(d.temperatures is None for d in documents):
+        return None
+    return np.concatenate(
+        [np.full(d.num_tokens, np.nan) if d.temperatures is None else d.temperatures for d in documents]
     )

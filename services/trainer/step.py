@@ -319,8 +319,8 @@ class TrainStep:
             per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
-        counted = context.counted[index]
-        loss = aggregate(per_token, mask, counted, batch.sequence_index, batch.num_sequences, context.totals, config)
+        axes = (batch.sequence_index, batch.num_sequences)
+        loss = aggregate(per_token, mask, *axes, context.totals, config, counted=context.counted[index])
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)

@@ -18,28 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.fate.facts import Check, Fate, Tally, of_the_whole
+from services.cli.fate.groups import CANCELLED, Decider, Group, Place, Sequence
 from services.cli.fate.lengths import Lengths
 from services.cli.trace.reading import open_journal
-from services.common import fates
-from services.common.errors import DeadlineError, RolloutTimeoutError
-from services.common.fates import ClosedReason, GroupFate
 from services.common.types import Purpose
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import MemberFate, Verdict
 from services.orchestrator.run_control import RunState
-
-Place = tuple[int, int]  # slot of a rollout, position in its trajectory
-
-_OF_VERDICT = {
-    fate: Fate.TOO_OLD if fate is GroupFate.EXPIRED else Fate(fate.value)
-    for fate in GroupFate
-    if fate is not GroupFate.KEPT
-}
-_TIMED_OUT = (RolloutTimeoutError.reason, DeadlineError.reason)  # the policy, or what it waited for, was too slow
-_CANCELLED = (ClosedReason.STEPS_DONE, ClosedReason.RUN_ENDED)
 
 
 @dataclass(slots=True)
@@ -72,31 +59,6 @@ class Fates:
         return [check for check in self.checks if not check.holds]
 
 
-@dataclass(slots=True)
-class _Group:
-    """A task group of which something may still come."""
-
-    steps: dict[str, int]  # by policy
-    num_slots: int
-    trajectories: dict[int, Row] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)  # reasons
-    verdicts: list[Verdict] | None = None
-    used: dict[Place, tuple[int, int]] = field(default_factory=dict)  # training step, masked tokens
-    closed: str = ""
-
-    @property
-    def complete(self) -> bool:
-        # Trajectories of old task groups may have been collected; what was judged was complete.
-        return self.verdicts is not None or len(self.trajectories.keys() | self.failures.keys()) >= self.num_slots
-
-
-@dataclass(slots=True)
-class _Sequence:
-    policy: str
-    num_tokens: int | None  # None: its trajectory is gone
-    fate: Fate = Fate.UNKNOWN
-
-
 def read_fates(run_dir: Path) -> Fates:
     """Raises ``ConfigError`` when the directory has no journal."""
     reader = open_journal(run_dir)
@@ -110,10 +72,9 @@ class _Reading:
     def __init__(self, reader: JournalReader) -> None:
         self._reader = reader
         self._found = Fates()
-        self._open: dict[str, _Group] = {}
+        self._decider = Decider(self._load)
+        self._open: dict[str, Group] = {}
         self._versions: dict[str, int] = {}  # the newest, where the pass stands
-        self._newest: dict[str, int] = {}  # at the end of the journal
-        self._is_finished = False  # the run
         self._num_repeated = 0  # records of a slot that had one
         self._num_issued = 0  # training groups
         self._positions = 0  # of the curriculum, that were drawn
@@ -124,7 +85,8 @@ class _Reading:
     def run(self) -> Fates:
         for row in self._reader.rows_of(records.VERSION):
             policy, _, number = row.key.rpartition("/")
-            self._newest[policy] = max(int(number), self._newest.get(policy, -1))
+            newest = self._decider.newest
+            newest[policy] = max(int(number), newest.get(policy, -1))
         last_state: Row | None = None
         for row in self._reader.rows():
             if row.kind == records.STATE:
@@ -132,7 +94,7 @@ class _Reading:
             else:
                 self._take(row)
         if last_state is not None and (state := self._load(last_state)) is not None:
-            self._is_finished = state["phase"] == RunState.FINISHED.value
+            self._decider.is_finished = state["phase"] == RunState.FINISHED.value
         for name in list(self._open):
             self._fold(name)
         self._found.num_passed_over = self._positions - self._num_issued
@@ -162,7 +124,7 @@ class _Reading:
                 group.closed = record["reason"]
             # A verdict of an earlier release may stand behind the close that follows from it; without sequences there is none.
             no_sequences = len(group.failures) >= group.num_slots
-            if group.closed and (group.closed in _CANCELLED or group.verdicts is not None or no_sequences):
+            if group.closed and (group.closed in CANCELLED or group.verdicts is not None or no_sequences):
                 self._fold(row.key)
 
     def _issued(self, row: Row) -> None:
@@ -173,7 +135,7 @@ class _Reading:
         self._positions = max(self._positions, record["position"] + 1)
         policies = record["policies"] or list(self._versions)
         steps = {policy: self._versions.get(policy, 0) + 1 for policy in policies}
-        self._open[row.key] = _Group(steps=steps, num_slots=record["num_slots"])
+        self._open[row.key] = Group(steps=steps, num_slots=record["num_slots"])
         for key in steps.items():
             tally = self._found.tallies[key]
             tally.issued_groups += 1
@@ -219,13 +181,15 @@ class _Reading:
     def _fold(self, name: str) -> None:
         group = self._open.pop(name)
         by_slot: dict[str, dict[int, list[Fate]]] = {policy: defaultdict(list) for policy in group.steps}
-        for place, sequence in self._sequences(group).items():
+        for place, sequence in self._decider.sequences(group).items():
             if sequence.policy in by_slot:
                 by_slot[sequence.policy][place[0]].append(sequence.fate)
                 self._count(group, place, sequence)
         for policy, step in group.steps.items():
             tally = self._found.tallies[policy, step]
-            of_rollouts = [self._rollout(group, slot, by_slot[policy].get(slot)) for slot in range(group.num_slots)]
+            of_rollouts = [
+                self._decider.rollout(group, slot, by_slot[policy].get(slot)) for slot in range(group.num_slots)
+            ]
             tally.rollouts.update(of_rollouts)
             tally.failures.update(group.failures.values())
             tally.groups[of_the_whole(of_rollouts)] += 1
@@ -234,7 +198,7 @@ class _Reading:
                 sum(map(len, by_slot[policy].values())) if told is None else sum(v.num_sequences for v in told)
             )
 
-    def _count(self, group: _Group, place: Place, sequence: _Sequence) -> None:
+    def _count(self, group: Group, place: Place, sequence: Sequence) -> None:
         key = (sequence.policy, group.steps[sequence.policy])
         tally = self._found.tallies[key]
         tally.sequences[sequence.fate] += 1
@@ -251,88 +215,6 @@ class _Reading:
         if not sequence.fate.in_flight and sequence.fate is not Fate.UNKNOWN:
             trained = rest if sequence.fate is Fate.TRAINED else 0
             self._found.lengths[sequence.policy].add(key[1], sequence.fate, sequence.num_tokens, trained)
-
-    def _rollout(self, group: _Group, slot: int, of_sequences: list[Fate] | None) -> Fate:
-        if slot in group.failures:
-            reason = group.failures[slot]
-            if reason == fates.TOO_OLD:
-                return Fate.STOPPED
-            return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
-        if of_sequences:
-            return of_the_whole(of_sequences)
-        if slot in group.trajectories or group.verdicts is not None:
-            return Fate.EMPTY
-        if group.closed:
-            return Fate.CANCELLED if group.closed in _CANCELLED else Fate.UNKNOWN
-        return Fate.PLAYING
-
-    def _sequences(self, group: _Group) -> dict[Place, _Sequence]:
-        found: dict[Place, _Sequence] = {}
-        for verdict in group.verdicts or ():
-            used = any((m.index, m.position) in group.used for m in verdict.members)
-            for member in verdict.members:
-                place = (member.index, member.position)
-                fate = self._fate(group, verdict.policy, member.fate, group.used.get(place), used, member.num_tokens)
-                found[place] = _Sequence(verdict.policy, member.num_tokens, fate)
-        if group.verdicts is None or any(not v.members for v in group.verdicts):
-            found |= self._without_members(group)
-        return found
-
-    def _without_members(self, group: _Group) -> dict[Place, _Sequence]:
-        """From the trajectories: of a task group that was not judged, or of an earlier release's verdicts."""
-        found: dict[Place, _Sequence] = {}
-        members: dict[tuple[str, str, int], list[MemberFate]] = defaultdict(list)
-        for slot, row in sorted(group.trajectories.items()):
-            record = self._load(row)
-            for position, sequence in enumerate(record["sequences"] if record is not None else ()):
-                tokens = sum(len(s["token_ids"]) for s in sequence["segments"] if s["source"] == "policy")
-                key = (sequence["policy"], sequence["role"], sequence["attempt"])
-                member = MemberFate(index=slot, position=position, num_tokens=tokens, fate=GroupFate.KEPT)
-                members[key].append(member)
-                found[slot, position] = _Sequence(sequence["policy"], tokens, self._unjudged(group))
-        for verdict in group.verdicts or ():
-            # With `group_by: policy` its role is empty: it is of all roles.
-            mine = [m for key, of_key in members.items() if verdict.role in ("", key[1]) and verdict.policy == key[0]
-                    and (not verdict.role or verdict.attempt == key[2]) for m in of_key]  # fmt: skip
-            used = any((m.index, m.position) in group.used for m in mine)
-            for member in mine:
-                place = (member.index, member.position)
-                kept_part = verdict.outcome is GroupFate.KEPT and used and verdict.num_kept < verdict.num_sequences
-                judged = GroupFate.RESAMPLED_AWAY if kept_part and place not in group.used else verdict.outcome
-                fate = self._fate(group, verdict.policy, judged, group.used.get(place), used, member.num_tokens)
-                found[place] = _Sequence(verdict.policy, member.num_tokens, fate)
-            for number in range(verdict.num_sequences - len(mine)):  # their trajectories were collected
-                use = next(iter(group.used.values()), None)
-                fate = self._fate(group, verdict.policy, verdict.outcome, use, used, 0)
-                found[-1 - len(found), number] = _Sequence(verdict.policy, None, fate)
-        return found
-
-    def _unjudged(self, group: _Group) -> Fate:
-        if group.closed in _CANCELLED:
-            return Fate.CANCELLED
-        return Fate.UNKNOWN if group.complete or group.closed else Fate.SIBLINGS
-
-    def _fate(
-        self,
-        group: _Group,
-        policy: str,
-        judged: GroupFate,
-        use: tuple[int, int] | None,
-        sibling_used: bool,
-        num_tokens: int,
-    ) -> Fate:
-        """Of a sequence whose advantage group was judged; ``use``: (training step, masked tokens) of its batch."""
-        if use is not None:
-            training_step, masked = use
-            if num_tokens and masked >= num_tokens:
-                return Fate.MASKED
-            return Fate.TRAINED if training_step <= self._newest.get(policy, -1) else Fate.IN_TRAINING
-        if judged is not GroupFate.KEPT:
-            return _OF_VERDICT[judged]
-        # An advantage group leaves the buffer as a whole: what its batch lacks had grown too old.
-        if sibling_used or group.closed:
-            return Fate.TOO_OLD
-        return Fate.LEFT_OVER if self._is_finished else Fate.BUFFERED
 
     def _checks(self) -> Iterator[Check]:
         for policy in self._found.policies:

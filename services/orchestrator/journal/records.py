@@ -111,6 +111,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "temperature": order.sampling.temperature,
         "top_p": order.sampling.top_p,
         "top_k": order.sampling.top_k,
+        "min_p": order.sampling.min_p,
         "max_new_tokens": order.sampling.max_new_tokens,
         "min_new_tokens": order.sampling.min_new_tokens,
         "required_versions": _versions_to_json(order.required_versions),
@@ -136,6 +137,7 @@ def group_from_json(record: Json) -> GroupRecord:
                 temperature=record["temperature"],
                 top_p=record["top_p"],
                 top_k=record["top_k"],
+                min_p=record.get("min_p", 0.0),  # absent in journals that lack it
                 max_new_tokens=record["max_new_tokens"],
                 min_new_tokens=record["min_new_tokens"],
             ),

@@ -6,10 +6,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
-from services.trainer.audit import COUNTS
-from services.trainer.metrics import RESERVED_COUNTS
-
-_RESERVED = RESERVED_COUNTS | COUNTS
+from services.trainer.metrics import RESERVED_COUNTS, RESERVED_PREFIXES
 
 
 class LossError(ConfigError):
@@ -42,10 +39,10 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
             f"shape {list(tokens.logprobs.shape)}, or none"
         )
     for name in result.counts:
-        if not name.endswith("_tokens") or name in _RESERVED:
+        if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
             raise LossError(
                 f"{where} returned a count named {name!r}; expected names that end in _tokens, and none of "
-                f"{', '.join(sorted(_RESERVED))}"
+                f"{', '.join(sorted(RESERVED_COUNTS))}, and no beginning {' or '.join(RESERVED_PREFIXES)}"
             )
 
 

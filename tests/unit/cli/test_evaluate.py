@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from services.cli.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.plan import plan
-from services.cli.progress_view import evaluations_table
+from services.cli.progress_view import ProgressView, evaluations_table
 from services.common.config.loading import RESOLVED, load_recipe, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -105,6 +106,7 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
         return EvaluationResult(
             name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=0.5,
             num_trajectories=2, num_failed=0, datasets=(replace(found, difference=difference),),
+            compared_with="start/greedy" if difference else "", difference=difference,
         )  # fmt: skip
 
     results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
@@ -114,6 +116,10 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
     lines = console.export_text().splitlines()
     assert "change (95%)" in lines[0]
     assert [("+0.250 (-0.125..+0.625)" in line) for line in lines[1:3]] == [False, True]
+    plain = io.StringIO()
+    with ProgressView(Console(file=plain, width=120), "run") as view:
+        view.show(progress)
+    assert "evaluation end/greedy: 0.500 over 2, change +0.250 (-0.125..+0.625) since start/greedy" in plain.getvalue()
 
 
 def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "digest") -> Path:

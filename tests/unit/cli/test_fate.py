@@ -326,6 +326,35 @@ async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajec
     assert after.tokens[Fate.TRAINED] == 32
 
 
+async def test_collected_trajectories_change_nothing_but_what_earlier_releases_left_unsaid(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
+    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
+    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    before = fates_of(world).total("model0")
+    await world.journal.close()
+    reader = JournalReader(world.run_dir / "journal")
+    for segment in {row.segment for row in reader.rows_of(records.TRAJECTORY)}:
+        reader.remove_segment(records.TRAJECTORY, segment)
+    reader.close()
+    after = fates_of(world).total("model0")
+    assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = records.verdicts_from_json
+        patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
+        unsaid = fates_of(world)
+    total = unsaid.total("model0")
+    assert total.sequences == before.sequences, "what became of them is known all the same"
+    assert (total.num_without_length, total.sampled_tokens) == (12, 0)
+    console = Console(record=True, width=120)
+    show(unsaid, console, policies=unsaid.policies, step=None, last=5)
+    assert "12 sequences have no length: their trajectories were collected" in console.export_text()
+
+
 def stripped(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "members"} for group in record["advantage_groups"]]
 

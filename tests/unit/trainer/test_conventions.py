@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig, RejectionConfig
-from services.common.config.credit import DistillationConfig
+from services.common.config.credit import AdvantageName, DistillationConfig
 from services.common.config.losses import LOSS_CLASSES
 from services.trainer.algorithms.advantages import sequence_advantages
 from services.trainer.algorithms.kl import kl_per_token
@@ -32,16 +33,14 @@ def test_the_settings_of_our_column_exist() -> None:
     metrics = {"ended_share"}
     values = {"kept", "suffix", "authors", "k3", "k3_reverse", "k3_straight_through", "sequence", "sequence_mean", "factor",
               "constant", "sum", "token_mean"}  # fmt: skip
-    assert (
-        named
-        - fields
-        - set(RejectionConfig.model_fields)
-        - set(DistillationConfig.model_fields)
-        - set(LOSS_CLASSES)
-        - metrics
-        - values
-        == set()
+    known = (
+        fields
+        | set(RejectionConfig.model_fields)
+        | set(DistillationConfig.model_fields)
+        | set(LOSS_CLASSES)
+        | set(get_args(AdvantageName))
     )
+    assert named - known - metrics - values == set()
 
 
 def test_the_epsilon_and_the_correction_do_what_is_said() -> None:
