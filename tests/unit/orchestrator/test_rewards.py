@@ -346,6 +346,15 @@ async def test_a_stated_reward_of_failures_holds_in_every_evaluation(worlds: Wor
     assert await evaluated(world, scored(-30.0), broken, timed_out) == pytest.approx((-30 - 50 - 7) / 3)
 
 
+async def test_a_failed_sample_never_passes(worlds: Worlds) -> None:
+    """Where a return of -20 passes, a failure that is scored -2 among returns of -2 has not passed."""
+    world = worlds(evaluation={"pass_reward": -20.0})
+    assert await evaluated(world, scored(-2.0), timed_out, broken) == -2.0
+    (result,) = world.ring.evaluations.results.values()
+    ((k, share),) = result.datasets[0].pass_at
+    assert (k, share.value, result.num_failed) == (1, pytest.approx(1 / 3), 2)
+
+
 async def test_time_outs_and_truncations_mean_the_same_in_evaluation_as_in_training(worlds: Worlds) -> None:
     rollout = {"timeout_reward": -1.0, "on_truncation": "penalise", "truncation_reward": -0.5}
     assert await evaluated(worlds(rollout=rollout), scored(1.0), truncated(1.0), timed_out) == pytest.approx(-0.5 / 3)
