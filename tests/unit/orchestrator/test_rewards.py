@@ -276,6 +276,14 @@ def test_a_time_out_is_compared_with_first_attempts_alone() -> None:
     assert (second.attempt, second.silent, second.num_compared) == (1, (), 2)
 
 
+async def test_resampling_chooses_among_time_outs_too(worlds: Worlds) -> None:
+    """Of four right rollouts and four time-outs, GRPO-RoC keeps two of each kind; two of them have tokens."""
+    world = worlds(size=2, rollout={"group_size": 8}, resample={"keep": 4})
+    found, batch = await trained(world, *[scored(1.0)] * 4, *[timed_out] * 4)
+    assert list(found.values()) == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
+    assert outstanding(world) == len(batch.record.entries)
+
+
 async def test_masked_truncations_count_in_the_statistics_and_are_not_trained(worlds: Worlds) -> None:
     """DAPO's overlong filtering: the reward of a truncated completion is compared, its tokens are in no loss."""
     world = worlds(size=6, rollout={"on_truncation": "mask"})
