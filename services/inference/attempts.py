@@ -2,8 +2,8 @@
 
     play -> within order.timeout_s: attempt 0, 1, ... infra_retries -> workflow -> outcome, checked
 
-A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it, was
-waited for at its end, or is ill: everything else is a failure of the machinery, which costs the policy nothing.
+A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it or is
+ill, and a generation was all that was waited for at its end: everything else costs the policy nothing.
 Knows nothing about slots, records, or who ordered it.
 """
 
@@ -29,13 +29,14 @@ from services.common.seeds import derived_seed, slot_seed
 from services.common.types import Purpose, TaskGroupOrder
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Scene
-from services.inference.timing import RolloutClock, TimedGateway
+from services.inference.timing import GENERATE, RolloutClock, TimedGateway
 from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
 
 log = structlog.get_logger(__name__)
 
 _RETRYABLE = (InfrastructureError, EpisodeNotFoundError, CapacityError, DeadlineError)
 _RETRY_BASE_S = 0.2
+_CLOCK_TICK_S = 0.01  # a loop's timer may fire that much early
 
 
 class Attempts:
@@ -78,10 +79,13 @@ class Attempts:
             late = (
                 f"rollout {order.task_group_id}/{index} was not done within {order.timeout_s:g} s (rollout.timeout_s)"
             )
-            if clock.only_policy_was_waited_for and all(p.engine.health().ok for p in self._policies.values()):
+            # Code of a workflow, a reward or an agent may wait for anything: it does not count as the policy's.
+            waits = clock.waited_for((limit.when() or 0.0) - _CLOCK_TICK_S)
+            healthy = all(policy.engine.health().ok for policy in self._policies.values())
+            if waits == {GENERATE} and clock.num_retries == 0 and healthy:
                 raise RolloutTimeoutError(late) from None
-            waits = ", ".join(sorted(clock.cut_short)) or "nothing"
-            raise DeadlineError(f"{late}, after {clock.num_retries} retries and while it waited for {waits}") from None
+            named = ", ".join(sorted(waits)) or "its own code"
+            raise DeadlineError(f"{late}, after {clock.num_retries} retries and while it waited for {named}") from None
 
     async def _play_with_retries(
         self, order: TaskGroupOrder, index: int, clock: RolloutClock, limit: asyncio.Timeout

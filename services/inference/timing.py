@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ class RolloutClock:
         """``accepted_at``: when the order came, in seconds since the epoch. Disabled, it records nothing."""
         self.started_at = time.time()
         self.num_retries = 0
-        self.cut_short: set[str] = set()  # kinds of phases that a cancellation ended
+        self._open: Counter[str] = Counter()  # phases by kind
+        self._cut_short: dict[str, float] = {}  # kind of phase -> when a cancellation last ended one, as time.monotonic
         self._accepted_at = accepted_at
         self._enabled = enabled
         self._zero = time.perf_counter()
@@ -45,24 +47,25 @@ class RolloutClock:
         self._left_out: RolloutPhase | None = None
         self._num_left_out = 0
 
-    @property
-    def only_policy_was_waited_for(self) -> bool:
-        """Whether nothing failed, and no call but of a policy's generation was cut short by a cancellation."""
-        return self.num_retries == 0 and self.cut_short <= {GENERATE}
+    def waited_for(self, since: float) -> set[str]:
+        """Kinds of phases that a cancellation has cut short since then (time.monotonic), or is about to."""
+        return {what for what, at in self._cut_short.items() if at >= since} | {w for w, n in self._open.items() if n}
 
     @contextmanager
     def phase(self, what: str, policy: str = "") -> Iterator[OpenPhase]:
         """Record the body as a phase, also when it raises."""
         phase = OpenPhase()
         begin_s = time.perf_counter() - self._zero
+        self._open[what] += 1
         try:
             yield phase
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                self.cut_short.add(what)
+                self._cut_short[what] = time.monotonic()
             phase.detail = error.reason if isinstance(error, MillraceError) else type(error).__name__
             raise
         finally:
+            self._open[what] -= 1
             if self._enabled:
                 self._keep(what, policy, begin_s, time.perf_counter() - self._zero - begin_s, phase)
 

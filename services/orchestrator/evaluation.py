@@ -52,7 +52,7 @@ class EvaluationPass:
     next_row: int = 0
     issued_rows: set[int] = field(default_factory=set)  # before a restart
     rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
-    failed_rows: set[int] = field(default_factory=set)
+    failed: dict[int, list[float | None]] = field(default_factory=dict)  # the same of samples that failed
     num_issued: int = 0
     num_resolved: int = 0
     num_failed: int = 0
@@ -98,11 +98,11 @@ class EvaluationPass:
     def note(self, outcome: Outcome, reward: float | None, row: int) -> None:
         """Count an outcome of one of its groups, which is worth ``reward``."""
         self.num_resolved += 1
-        self.rewards.setdefault(row, []).append(reward)
         if not isinstance(outcome, Trajectory):
             self.num_failed += 1
-            self.failed_rows.add(row)
+            self.failed.setdefault(row, []).append(reward)
             return
+        self.rewards.setdefault(row, []).append(reward)
         for sequence in outcome.sequences:
             role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
             total, count = self.roles.get(role, (0.0, 0))
@@ -262,12 +262,12 @@ class Evaluations:
     def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:
         for name, source in self._sources.items():
             rows = [row for row, (dataset, _) in enumerate(self._rows) if dataset == name]
-            rewards = filled_rows([current.rewards[row] for row in rows])
+            rewards = filled_rows([current.rewards.get(row, []) + current.failed.get(row, []) for row in rows])
             yield score(
                 name,
-                [source[self._rows[row][1]].task_id if row in current.failed_rows else "" for row in rows],
+                [source[self._rows[row][1]].task_id if row in current.failed else "" for row in rows],
                 rewards,
-                [row in current.failed_rows for row in rows],
+                [len(current.failed.get(row, [])) for row in rows],
                 self._config.pass_reward,
                 self._digests[name],
             )

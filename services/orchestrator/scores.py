@@ -44,14 +44,18 @@ def score(
     name: str,
     task_ids: Sequence[str],
     rewards: Sequence[Sequence[float]],
-    failed: Sequence[bool],
+    failed: Sequence[int],
     pass_reward: float,
     items: str = "",
 ) -> DatasetScore:
-    """``rewards``: (items, samples), every item with the same number; ``failed``: whether an item had a failed sample."""
+    """``rewards``: (items, samples), every item with the same number, those of its ``failed`` samples last: they never pass,
+    whatever their reward."""
     num_samples = len(rewards[0])
     means = tuple(math.fsum(item) / num_samples for item in rewards)
-    passed = [sum(reward >= pass_reward for reward in item) for item in rewards]
+    passed = [
+        sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
+        for item, num_failed in zip(rewards, failed, strict=True)
+    ]
     ks = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
     return DatasetScore(
         name=name,
@@ -59,7 +63,7 @@ def score(
         samples_per_item=num_samples,
         mean_reward=estimate(means),
         pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks),
-        failed=tuple(task_id for task_id, has_failed in zip(task_ids, failed, strict=True) if has_failed),
+        failed=tuple(task_id for task_id, num_failed in zip(task_ids, failed, strict=True) if num_failed),
         items=items,
         item_rewards=means,
     )

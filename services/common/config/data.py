@@ -88,6 +88,18 @@ class DataConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _filter_reads_its_settings(self) -> DataConfig:
+        for key, value, unset in (
+            ("solved_reward", self.solved_reward, 1.0), ("revisit_solved", self.revisit_solved, 0.0),
+        ):  # fmt: skip
+            if self.curation != "filter_solved" and value != unset:
+                raise ValueError(
+                    f"{key} is {value:g}, and curation {self.curation} does not read it: leave {key} out, or write curation: "
+                    "filter_solved"
+                )
+        return self
+
     def sections(self) -> dict[str, DatasetConfig]:
         """The datasets by the path of their section."""
         return {TRAIN: self.train} | {f"{EVALUATION}.{name}": config for name, config in self.evaluation.items()}

@@ -22,8 +22,8 @@ class RolloutConfig(Section):
     """When a rollout that trains several policies may start: when each has room for what it brings, or when one has; then
     what the others cannot use is dropped (`sequences_surplus`)."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """A rollout that takes longer is ended. Where the policy alone was slow (nothing was played again, and at the end no
-    call to the gateway was waited for), `on_timeout` says what that costs; else it is a failure, which costs nothing."""
+    """A rollout that takes longer is ended. Where the policy alone was slow (nothing was played again, and at the end a
+    generation was all that was waited for), `on_timeout` says what that costs; else it is a failure, which costs nothing."""
     on_timeout: OutcomeRule = "penalise"
     """What a rollout that ran out of time is, in training and in evaluation. `penalise`: a member of its group's statistics
     with the reward `timeout_reward`, though no token of it is kept to be trained. `mask` is the same as long as it has no

@@ -452,7 +452,7 @@ class EvaluationResult(google.protobuf.message.Message):
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
-    """Mean reward; failed tasks count as 0."""
+    """Mean reward; failed tasks count as evaluation.failed_reward says."""
     num_trajectories: builtins.int
     """Trajectories counted."""
     num_failed: builtins.int

@@ -82,7 +82,7 @@ class EvaluationResult:
     versions: Mapping[str, int]
     newest_versions: Mapping[str, int]  # differ from `versions` when it was not pinned: the range that was played on
     pinned: bool
-    mean_reward: float  # over datasets, each counted once; failed tasks count as 0
+    mean_reward: float  # over datasets, each counted once; failed ones count as `evaluation.failed_reward` says
     num_trajectories: int
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()

@@ -184,7 +184,7 @@ async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> N
     player.play(make_order(indices=(0,), timeout_s=0.05))
     await player.wait_until_idle()
     (failure,) = records.failures
-    assert failure.reason == RolloutTimeoutError.reason
+    assert failure.reason == "DEADLINE_EXCEEDED", "its own code may have waited for anything"
     assert "g0/0" in failure.detail
     assert "0.05 s" in failure.detail
 
@@ -217,7 +217,21 @@ async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **e
 
 
 async def test_a_policy_that_is_slow_has_timed_out() -> None:
-    assert await played_late(FakeGateway(), latency_s=3600.0) == "ROLLOUT_TIMEOUT"
+    assert await played_late(FakeGateway(), latency_s=3600.0) == RolloutTimeoutError.reason
+
+
+async def test_an_agent_outside_whose_generation_is_running_when_its_time_is_over_has_timed_out() -> None:
+    """The endpoint generates in tasks of its own, which are still being cancelled when the rollout has ended."""
+    asked: set[asyncio.Task[Any]] = set()
+
+    async def asks_from_another_task(context: WorkflowContext) -> None:
+        asked.add(asyncio.create_task(context.policy().generate([1], context.sampling)))
+        await asyncio.sleep(3600)
+
+    assert await played_late(FakeGateway(), asks_from_another_task, latency_s=3600.0) == RolloutTimeoutError.reason
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_a_rollout_that_waits_for_the_gateway_when_its_time_is_over_is_no_time_out_of_the_policy() -> None:

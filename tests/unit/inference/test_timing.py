@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -92,3 +93,15 @@ def test_nothing_is_recorded_where_that_is_off() -> None:
     with clock.phase("step"):
         pass
     assert clock.timing() == NO_TIMING
+
+
+def test_what_was_waited_for_is_what_was_cut_short_since_then_or_still_runs() -> None:
+    clock = RolloutClock(enabled=False)
+    with pytest.raises(asyncio.CancelledError), clock.phase("generate"):
+        raise asyncio.CancelledError
+    with pytest.raises(RuntimeError), clock.phase("step"):
+        raise RuntimeError("not cut short by a cancellation")
+    with clock.phase("judge"):
+        assert clock.waited_for(0.0) == {"generate", "judge"}
+        assert clock.waited_for(time.monotonic() + 1.0) == {"judge"}, "a generation that was left earlier is over"
+    assert clock.waited_for(0.0) == {"generate"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
+from services.common.config.data import DataConfig
 from services.orchestrator.curation import AcceptAll, FilterSolved, Greso
 
 
@@ -58,6 +60,14 @@ def test_a_solved_prompt_is_revisited_by_chance_and_comes_back_when_it_is_forgot
     assert 60 < sum(visits) < 140
     curation.observe(0, [0.0])
     assert all(curation.accepts(0, position) for position in range(50))
+
+
+@pytest.mark.parametrize(("key", "value"), [("solved_reward", 0.5), ("revisit_solved", 0.1)])
+def test_settings_of_filter_solved_are_refused_where_another_curation_is_chosen(key: str, value: float) -> None:
+    tree = {"train": {"path": "tasks.jsonl"}, key: value}
+    assert getattr(DataConfig.model_validate(tree | {"curation": "filter_solved"}), key) == value
+    with pytest.raises(ValidationError, match=f"{key} is {value:g}, and curation greso does not read it"):
+        DataConfig.model_validate(tree | {"curation": "greso"})
 
 
 def test_a_group_whose_rollouts_all_failed_says_nothing_about_its_prompt() -> None:

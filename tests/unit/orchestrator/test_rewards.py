@@ -276,6 +276,14 @@ def test_a_time_out_is_compared_with_first_attempts_alone() -> None:
     assert (second.attempt, second.silent, second.num_compared) == (1, (), 2)
 
 
+async def test_resampling_chooses_among_time_outs_too(worlds: Worlds) -> None:
+    """Of four right rollouts and four time-outs, GRPO-RoC keeps two of each kind; two of them have tokens."""
+    world = worlds(size=2, rollout={"group_size": 8}, resample={"keep": 4})
+    found, batch = await trained(world, *[scored(1.0)] * 4, *[timed_out] * 4)
+    assert list(found.values()) == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
+    assert outstanding(world) == len(batch.record.entries)
+
+
 async def test_masked_truncations_count_in_the_statistics_and_are_not_trained(worlds: Worlds) -> None:
     """DAPO's overlong filtering: the reward of a truncated completion is compared, its tokens are in no loss."""
     world = worlds(size=6, rollout={"on_truncation": "mask"})
@@ -344,6 +352,15 @@ async def test_in_evaluation_a_failure_does_not_beat_negative_rewards(worlds: Wo
 async def test_a_stated_reward_of_failures_holds_in_every_evaluation(worlds: Worlds) -> None:
     world = worlds(evaluation={"failed_reward": -50.0}, rollout={"timeout_reward": -7.0})
     assert await evaluated(world, scored(-30.0), broken, timed_out) == pytest.approx((-30 - 50 - 7) / 3)
+
+
+async def test_a_failed_sample_never_passes(worlds: Worlds) -> None:
+    """Where a return of -20 passes, a failure that is scored -2 among returns of -2 has not passed."""
+    world = worlds(evaluation={"pass_reward": -20.0})
+    assert await evaluated(world, scored(-2.0), timed_out, broken) == -2.0
+    (result,) = world.ring.evaluations.results.values()
+    ((k, share),) = result.datasets[0].pass_at
+    assert (k, share.value, result.num_failed) == (1, pytest.approx(1 / 3), 2)
 
 
 async def test_time_outs_and_truncations_mean_the_same_in_evaluation_as_in_training(worlds: Worlds) -> None:
