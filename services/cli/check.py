@@ -91,7 +91,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
                 spec.name, str(node), address, gpus, " ".join(["python", *spec.argv[1:]]).replace(dialled, known)
             )
     policies = Table(box=None, header_style="dim")
-    for column in ("policy", "model", "loss", "batch", "staleness", "ranks"):
+    for column in ("policy", "model", "loss", "batch", "staleness (late)", "ranks"):
         policies.add_column(column, overflow="fold")
     for name, policy in recipe.policies.items():
         policies.add_row(
@@ -99,7 +99,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
             policy.model.path or "made by the warm start",
             policy.algorithm.name,
             f"{policy.batch.size} sequences in {policy.batch.minibatches}",
-            f"≤ {policy.batch.max_staleness}",
+            f"{policy.batch.max_staleness} ({policy.batch.late})",
             str(policy.trainer.num_ranks),
         )
     lacking = launch_problems(recipe)

@@ -148,11 +148,11 @@ class Experience:
         return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
 
     def is_due_everywhere(self, group: TaskGroup) -> bool:
-        """The same for every policy of the group that has steps left."""
+        """The same for every policy of the group that has steps left and a trainer."""
         return all(
             group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
             for policy in self.policies_of(group)
-            if self.admission.accounts[policy].steps_left > 0
+            if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
         )
 
     def _oldest_allowed(self, policy: str) -> int:

@@ -113,6 +113,7 @@ class Ingest:
         if isinstance(record, Trajectory):
             self.failures_in_a_row = 0
             trajectory = record
+            self._counters["tokens_recorded"] += sum(s.num_trained_tokens for s in trajectory.sequences)
             self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
         else:
             failure = record

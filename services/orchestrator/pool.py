@@ -63,6 +63,7 @@ class Replica:
     assignments: dict[str, Assignment] = field(default_factory=dict)
     announced: dict[str, tuple[int, float]] = field(default_factory=dict)  # policy -> (version, when)
     num_tokens: int = 0
+    new_tokens: int = 0  # between the newest report and the one before
     tokens_per_s: float = 0.0
     reported_at: float | None = None
     gauges: Mapping[str, float] = field(default_factory=dict)
@@ -114,6 +115,8 @@ class ReplicaPool:
         self.lease_s = lease_s
         self._clock = clock
         self._on_orphaned = on_orphaned
+        self.resumed = False  # an earlier process may have counted what replicas sampled before their first report here
+        self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
         self._replicas: dict[str, Replica] = {}
         self._owners: dict[str, str] = {}  # task group -> replica id
 
@@ -184,9 +187,11 @@ class ReplicaPool:
                 f"replica {replica_id} ({incarnation}) holds no lease: join again", replica_id=replica_id
             )
         now = self._clock()
+        key = replica_id, incarnation
+        known = self._sampled.get(key, num_tokens if self.resumed else 0)
+        replica.new_tokens, self._sampled[key] = max(num_tokens - known, 0), num_tokens
         if replica.reported_at is not None and now > replica.reported_at:
-            new_tokens = max(num_tokens - replica.num_tokens, 0)
-            replica.tokens_per_s = new_tokens / (now - replica.reported_at)
+            replica.tokens_per_s = replica.new_tokens / (now - replica.reported_at)
         replica.reported_at, replica.num_tokens = now, num_tokens
         replica.held = dict(held)
         replica.gauges = gauges

@@ -40,6 +40,7 @@ def recover(ring: Ring, reader: JournalReader) -> None:
     survey = _survey(reader.rows())
     if not survey.num_rows:
         return
+    ring.pool.resumed = True
     owners: dict[str, tuple[str, str]] = {}  # task group -> (replica, incarnation) that was playing it
     ring.judged_before = survey.judged - survey.closed
     for row in reader.rows():

@@ -70,6 +70,7 @@ class ReplicaSide:
             accounts=accounts,
             peers=peers,
         )
+        ring.counters["tokens_sampled"] += replica.new_tokens
         ring.timeline.emitted(replica_id, emission)
         ring.dispatcher.announcer.sync(replica)
         ring.dispatcher.schedule()

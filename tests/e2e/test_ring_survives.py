@@ -44,7 +44,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end(start_ru
 
 
 def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_run: StartRun) -> None:
-    run = start_run("replicas", "run.steps=24", "launch.restarts=0", "policies.model0.batch.late=drop")
+    run = start_run("replicas", "run.steps=24", "launch.restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
     # Paused while the second replica loads its model, or so small a run would be over before it is there.
     orchestrator = OrchestratorClient(run.address_of("orchestrator"))
@@ -73,7 +73,7 @@ def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_
         late.kill()
         late.wait(10)
     assert run.steps() == 24 > before
-    assert result["max_staleness"] <= 1
+    assert result["counters"].get("sequences_expired", 0) == 0, "what a lost replica held up is trained late"
     assert_each_slot_has_one_record(run)
     failures = [r for r in run.records() if r.get("reason") and "index" in r]
     assert not failures, "slots of the killed replica were re-issued, not given up"

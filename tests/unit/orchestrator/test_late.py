@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.config.policy import BatchConfig
+from services.common.errors import DeadlineError
 from services.common.fates import TOO_OLD, StepFact
 from services.common.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
 from services.orchestrator.batches import Batch
@@ -222,7 +223,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     replica, slow = await straggling(world)
     late = world.ring.batches["model0"].late
     late.step_s = 10.0
-    with pytest.raises(Exception, match="batch of step 2"):
+    with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_side.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
     batch = await world.trainer_side.pull_batch("model0", 2, 5.0)
@@ -259,6 +260,57 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
     group = world.ring.groups[orders[0].task_group_id]
     assert group.born == {"model0": 1}
     assert world.ring.experience.unfinished.begun_before("model0", 2) != []
+
+
+async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: Callable[..., World]) -> None:
+    world = worlds(policies=("a", "b"), late="drop", max_staleness=1, run={"steps": 9})
+    replica = world.join()
+    for policy in ("a", "b"):
+        await world.publish(0, policy=policy)
+    world.train()
+    slow, *others = await world.orders(replica)
+    for order in others:
+        await world.play(order)
+    await world.trainer_side.pull_batch("a", 1, 5.0)
+    await world.publish(1, policy="a")
+    experience = world.ring.experience
+    assert [group.id for group in experience.due("a")] == [slow.task_group_id]
+    assert not experience.is_due_everywhere(experience.due("a")[0]), "b is still at version 0"
+    with pytest.raises(DeadlineError):
+        await world.trainer_side.pull_batch("a", 2, 0.1)
+    assert world.ring.counters["slots_cancelled"] == 0
+    world.ring.trainer_lost("b")
+    assert experience.is_due_everywhere(experience.due("a")[0]), "nobody trains b"
+
+
+async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Callable[..., World]) -> None:
+    """What a cancelled rollout had sampled is the difference; neither a lost lease nor a restart counts tokens twice."""
+    world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
+
+    def report(replica: Replica, num_tokens: int) -> None:
+        world.replica_side.report(
+            "a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[], gauges={}
+        )
+
+    replica, orders = await begin(world)
+    report(replica, 10)
+    await finish(world, orders[0], 0, 0, 1)  # of a version from the future: nothing is recorded of it
+    await finish(world, orders[0], 1, 0)
+    report(replica, 13)
+    counters = world.ring.counters
+    assert (counters["tokens_sampled"], counters["tokens_recorded"]) == (13, 2)
+    world.clock.now += world.ring.recipe.orchestrator.lease_s + 1
+    await Watch(world.ring).tick()
+    replica = world.join()
+    report(replica, 20)
+    assert counters["tokens_sampled"] == 20
+    world.ring.write_state()
+    await world.settle()
+    await world.crash()
+    replica = world.join()
+    report(replica, 30)  # it cannot be known which of these an earlier process had counted
+    report(replica, 35)
+    assert world.ring.counters["tokens_sampled"] == 25
 
 
 @pytest.mark.parametrize(
