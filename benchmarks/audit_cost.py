@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    num_sequences, repetitions = (48, 6) if options.quick else (128, 12)
+    num_sequences, repetitions = (32, 4) if options.quick else (128, 12)
     results = [measure(name, num_sequences, repetitions, options.seed) for name in MODELS]
     worst = max(results, key=lambda result: result["alone_share"])
     report(

@@ -59,7 +59,7 @@ def stall_words(stall: run_pb2.Stall) -> str:
 
 def _policies(progress: run_pb2.RunProgress) -> Table:
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("policy", "step", "", "rollout reward", "staleness", "buffered", "expected", "trainer"):
+    for column in ("policy", "step", "", "rollout\nreward", "staleness", "buffered", "expected", "trainer"):
         # Words are kept whole; the bar, which has no name, gives way.
         left = column in ("policy", "trainer", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "")
