@@ -25,6 +25,7 @@ class KeptBlocks:
     ids: torch.Tensor  # [num_pairs] int64
     offsets: npt.NDArray[np.int64]  # [num_tokens + 1], on the host: pairs of token i are offsets[i]:offsets[i + 1]
     cut: npt.NDArray[np.bool_]  # [num_tokens], on the host: not drawn from the whole vocabulary
+    sole: npt.NDArray[np.bool_]  # [num_tokens], on the host: no other token could be drawn
 
     @classmethod
     def on(cls, sets: KeptSets, device: torch.device) -> KeptBlocks | None:
@@ -39,6 +40,7 @@ class KeptBlocks:
             torch.as_tensor(sets.ids, device=device),
             np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]),
             cut,
+            ~sets.left_out & (counts == 1),
         )
 
     def tokens(self, chosen: slice) -> KeptBlocks | None:
@@ -53,6 +55,7 @@ class KeptBlocks:
             self.ids[pairs],
             self.offsets[start : stop + 1] - self.offsets[start],
             self.cut[start:stop],
+            self.sole[start:stop],
         )
 
     def hidden(self, vocabulary: slice) -> torch.Tensor:
@@ -72,3 +75,8 @@ class Drawn:
 
     kept: KeptBlocks | None  # None: from the whole vocabulary
     temperatures: torch.Tensor | None  # [num_targets], NaN where it is the recipe's; None: everywhere
+
+    @property
+    def num_sole_choices(self) -> int:
+        """Targets to which the sampler had no alternative: certain under any weights, and without a gradient."""
+        return 0 if self.kept is None else int(self.kept.sole.sum())

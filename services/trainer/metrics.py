@@ -12,7 +12,7 @@ from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
 RESERVED_COUNTS = {"trained_tokens", "fresh_tokens", "first_tokens"}  # of the step: what shares are of
-RESERVED_PREFIXES = ("zero_gradient", "advantage_")  # of the audit's counts
+RESERVED_PREFIXES = ("zero_gradient", "advantage_", "sole_choice")  # of the audit's counts and the step's
 
 
 class Sums:
@@ -46,7 +46,7 @@ class StepMetrics:
     learning_rate: float  # of the last update
     updates_applied: int
     updates_skipped: int  # gradient not finite, nothing to train, or stopped early
-    entropy: float  # of the temperature-scaled distribution, in nats
+    entropy: float  # of the distribution that the token was drawn from, in nats
     kl_reference: float  # by kl_estimator, by k1 when it is in the reward; 0 without a reference model
     mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
     mismatch_kl: float  # KL(behaviour || trainer) there, by k3

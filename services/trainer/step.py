@@ -324,6 +324,7 @@ class TrainStep:
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)
+        sums.add("sole_choice_tokens", 0 if batch.drawn is None else batch.drawn.num_sole_choices)
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
         self._usage.add(batch, sums)
         return loss

@@ -1,4 +1,5 @@
-"""A run that replays, shapes rewards and pays KL in them, through a killed orchestrator: batches are what they were."""
+"""A run that replays, shapes rewards, pays KL in them and truncates its sampling, through a killed orchestrator: batches are
+what they were."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ def test_replayed_sequences_are_marked_and_trained_to_the_same_bits_after_a_kill
         "policies.model0.batch.overlong_penalty={max_tokens: 40, buffer_tokens: 40, factor: 0.5}",
         "policies.model0.algorithm.name=sapo",
         "policies.model0.algorithm.kl_reward_coefficient=0.01",
+        "sampling.top_p=0.9",
         "evaluation.at_start=false",
         "evaluation.at_end=false",
     )
@@ -40,6 +42,7 @@ def test_replayed_sequences_are_marked_and_trained_to_the_same_bits_after_a_kill
         assert not fresh & trained and {entry.sequence_id for entry in again} <= trained
         assert len(again) >= (0 if step == 1 else 16) and all(entry.staleness <= 4 for entry in again)
         assert all(-0.5 <= s.reward <= 1.0 for s in batch.sequences.values())
+        assert all(bool(g.kept) == g.is_policy for s in batch.sequences.values() for g in s.segments if g.num_tokens)
         assert any(s.reward not in (0.0, 1.0) for s in batch.sequences.values()), "somebody paid for length"
         trained |= fresh
     rows = {row["step"]: row for row in run.rows("training_step")}

@@ -96,6 +96,14 @@ def trained(
     return scores
 
 
+def without_record(items: list[TrainingSequence]) -> list[TrainingSequence]:
+    """The same, with what was kept forgotten."""
+    return [
+        replace(i, sequence=replace(i.sequence, segments=tuple(replace(s, kept=b"") for s in i.sequence.segments)))
+        for i in items
+    ]
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_the_ratio_of_a_policy_to_itself_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sampling = build_model("qwen3"), SAMPLINGS[name]
@@ -109,13 +117,9 @@ async def test_the_ratio_of_a_policy_to_itself_is_one(name: str, monkeypatch: py
     for item in items:
         assert any(s.kept for s in item.sequence.segments) == (name != "whole")
     if name != "whole":
-        bare = [
-            replace(i, sequence=replace(i.sequence, segments=tuple(replace(s, kept=b"") for s in i.sequence.segments)))
-            for i in items
-        ]
         gaps = [
             (logprobs.detach() - batch.behaviour).abs()
-            for batch, logprobs in trained(monkeypatch, model, bare, sampling["temperature"])
+            for batch, logprobs in trained(monkeypatch, model, without_record(items), sampling["temperature"])
         ]
         assert torch.cat(gaps).max() > 0.01
 
@@ -127,21 +131,26 @@ async def test_truncated_sampling_leaves_no_more_negative_tokens_without_a_gradi
     """Defect 11 of the review: with top_p .7, 71% of the A < 0 tokens had none, and no A > 0 token."""
     model = build_model("qwen3")
     shares = {}
-    for which in ("whole", "top_p"):
-        items = await sampled(model, 32, **SAMPLINGS[which])
-        scores = trained(monkeypatch, model, items, SAMPLINGS[which]["temperature"], name)
+    for which in ("whole", "top_p", "forgotten"):
+        of = "whole" if which == "whole" else "top_p"
+        items = await sampled(model, 32, **SAMPLINGS[of])
+        items = without_record(items) if which == "forgotten" else items
+        scores = trained(monkeypatch, model, items, SAMPLINGS[of]["temperature"], name)
         negative = torch.cat([batch.advantages < 0 for batch, _ in scores])
         gradients = torch.cat([logprobs.grad for _, logprobs in scores if logprobs.grad is not None])
         shares[which] = float((gradients[negative] == 0).float().mean())
     assert shares["top_p"] <= shares["whole"]
+    assert shares["forgotten"] > 0.5, "else the test would not notice"
 
 
 async def test_a_stale_truncated_token_is_scored_over_the_set_of_its_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("qwen3")
-    items = await sampled(model, 8, **SAMPLINGS["top_p"])
+    narrow = {"top_p": 0.2, "temperature": 0.4}
+    items = await sampled(model, 8, **narrow)
     later = perturbed(model, scale=0.02)
-    (batch, logprobs), *_ = trained(monkeypatch, later, items, SAMPLINGS["top_p"]["temperature"])
+    (batch, logprobs), *_ = trained(monkeypatch, later, items, narrow["temperature"])
     assert batch.drawn is not None and batch.drawn.kept is not None
     sizes = np.diff(batch.drawn.kept.offsets)
+    assert 0 < batch.drawn.num_sole_choices == (sizes == 1).sum() < len(sizes)
     assert torch.all(logprobs.detach()[torch.from_numpy(sizes == 1)] == 0), "a token that alone was kept stays certain"
     assert (logprobs.detach() - batch.behaviour).abs().max() > 1e-3
