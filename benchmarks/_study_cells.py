@@ -55,7 +55,7 @@ MODEL = (
     ("intermediate_size", 192),
 )
 LATE_MODES = ("keep", "mask", "wait", "drop")
-LATE_LOSS = "ppo_clip"  # of part ``late``
+LATE_LOSS = "m2po"  # of part ``late``: the default of the recipes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Study:
     losses: tuple[str, ...] = tuple(LOSSES)
     staleness: tuple[int, ...] = (0, 2, 8, 32)
     late_modes: tuple[str, ...] = LATE_MODES
-    late_staleness: tuple[int, ...] = (2, 8)
+    late_staleness: tuple[int, ...] = (2,)
     tail: Tail = field(default_factory=Tail)
     pace: Pace = field(default_factory=Pace)
 
@@ -215,7 +215,12 @@ def _of_ring(curve: RingCurve) -> dict[str, Any]:
     values = {key: value for key, value in asdict(curve).items() if key != "points"}
     names = ("version", "ticks", "reward_short", "reward_long")
     points = {name: [round(getattr(point, name), 4) for point in curve.points] for name in names}
-    return {**values, "ages": list(curve.ages), "trainer_busy_share": round(curve.trainer_busy_share, 4), "points": points}
+    return {
+        **values,
+        "ages": list(curve.ages),
+        "trainer_busy_share": round(curve.trainer_busy_share, 4),
+        "points": points,
+    }
 
 
 def _short(values: Seq[float]) -> list[float]:

@@ -35,9 +35,9 @@ class Tail:
     """Latency of a tool call in ticks: a scale by kind of problem, times a Pareto draw of at least 1."""
 
     short_ticks: float = 2.0
-    long_ticks: float = 20.0
+    long_ticks: float = 40.0
     alpha: float = 1.6
-    longest: float = 20.0  # times the scale: the tool's own time limit
+    longest: float = 10.0  # times the scale: the tool's own time limit
 
     def latency(self) -> Latency:
         def ticks(task: Task, seed: int) -> int:

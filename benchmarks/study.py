@@ -42,7 +42,7 @@ PARTS = ("losses", "late")
 RATES = (3e-4, 1e-3, 3e-3)  # of --tune
 QUICK = Study(
     steps=6, batch_size=32, warm_start_steps=30, warm_start_batch=32, seeds=(0, 1), losses=("m2po", "grpo"),
-    staleness=(0, 2), late_modes=("keep", "drop"), late_staleness=(2,), pace=Pace(num_slots=64, evaluate_every=6),
+    staleness=(2,), late_modes=("keep", "drop"), late_staleness=(2,), pace=Pace(num_slots=64, evaluate_every=6),
 )  # fmt: skip
 
 
