@@ -14,6 +14,7 @@ from services.common.types import MinibatchTotals
 from services.trainer.algorithms import algorithm_of
 from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.attention import Documents
+from services.trainer.credit import with_teacher
 from services.trainer.micro_batches import MicroTensors
 from services.trainer.minibatch_context import MinibatchContext, minibatch_context
 from services.trainer.sharding import Ranks
@@ -68,7 +69,7 @@ def run_loss(case: Case, config: AlgorithmConfig, *, parts: int = 1) -> LossOnCa
     logprobs = tokens.input("logprobs").requires_grad_()
     proximal = tokens.input("proximal")
     chosen = [torch.nonzero(tokens.sequence % parts == part).squeeze(1) for part in range(parts)]
-    batches = [_micro_batch(tokens, own) for own in chosen]
+    batches = [with_teacher(_micro_batch(tokens, own, config), logprobs.detach()[own], config) for own in chosen]
     context = minibatch_context(
         algorithm,
         config,
@@ -112,7 +113,7 @@ def without(values: Sequence[float], left_out: Sequence[int]) -> list[float | No
     return [None if i in set(left_out) else value for i, value in enumerate(values)]
 
 
-def _micro_batch(tokens: Tokens, own: torch.Tensor) -> MicroTensors:
+def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> MicroTensors:
     count = len(own)
     _, sequence = torch.unique(tokens.sequence[own], return_inverse=True)
     return MicroTensors(
@@ -126,4 +127,5 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor) -> MicroTensors:
         sequence_index=sequence,
         num_sequences=int(sequence.max()) + 1 if count else 0,
         is_dummy=False,
+        teacher=None if config.distillation is None else tokens.input("reference")[own],
     )

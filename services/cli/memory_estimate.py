@@ -127,6 +127,7 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
         gradients    N m / R            reduced into the master's type
         Adam         2 N m / R          two moments in the master's type; with the optimizer offloaded three buckets of them
         reference    N m / R            only with a KL term; nothing when it is offloaded
+        teacher      N' m / R           only with distillation, of its own size where that is known; likewise
         gathered     (2 layers + embedding and head) c
         activations  T (layers * hidden * c + one layer's work) with gradient checkpointing, else all layers' work;
                      the work of a layer: (8 hidden + 4 intermediate) c per token
@@ -149,12 +150,16 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
     moments = 2 * shard
     if "optimizer" in trainer.offload:
         moments = min(moments, BUCKETS_IN_FLIGHT * 2.0 * OFFLOAD_BUCKET_BYTES)
-    has_reference = policy.algorithm.needs_reference and "reference" not in trainer.offload
+    frozen_here = "reference" not in trainer.offload
+    has_reference = policy.algorithm.needs_reference and frozen_here
+    distillation = policy.algorithm.distillation
+    teacher = (ModelShape.of(distillation.teacher) or shape) if distillation is not None and frozen_here else None
     parts = {
         "weights": shard,
         "gradients": shard,
         "Adam": moments,
         "reference": shard if has_reference else 0.0,
+        **({} if teacher is None else {"teacher": teacher.num_parameters * master / ranks}),
         "gathered": (2 * layer + ends) * compute
         if ranks > 1 or master != compute or "reference" in trainer.offload
         else 0.0,

@@ -10,24 +10,50 @@ import struct
 from pathlib import Path
 
 from services.common.config.recipe import Recipe
+from services.common.models import vocabulary_difference
 
 _LENGTH = struct.Struct("<Q")  # of the header, before it
 _HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
 
 
 def model_problems(recipe: Recipe) -> list[str]:
-    """A line for each policy whose model directory cannot be used; names of a hub are taken as they are."""
+    """A line for each model directory that cannot be used; names of a hub are taken as they are."""
     problems = []
     for name, policy in recipe.policies.items():
-        path = policy.model.path
-        if path is None:
-            continue
-        folder = Path(path).expanduser()
-        if not folder.is_dir() and not path.startswith(("/", ".", "~")):
-            continue  # a hub name
-        if (problem := _problem(folder)) is not None:
-            problems.append(f"policies.{name}.model.path: {problem}")
+        named = {f"policies.{name}.model.path": policy.model.path}
+        if policy.algorithm.distillation is not None:
+            named[f"policies.{name}.algorithm.distillation.teacher"] = policy.algorithm.distillation.teacher
+        folders = {
+            where: Path(path).expanduser() for where, path in named.items() if path is not None and _is_local(path)
+        }
+        found = [
+            f"{where}: {problem}" for where, folder in folders.items() if (problem := _problem(folder)) is not None
+        ]
+        if not found and len(folders) == 2:
+            found = _other_vocabulary(*folders.values(), where=list(folders)[-1])
+        problems += found
     return problems
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~"))
+
+
+def _other_vocabulary(own: Path, teacher: Path, where: str) -> list[str]:
+    vocabularies = [_vocabulary(folder) for folder in (own, teacher)]
+    if vocabularies[0] is None or vocabularies[1] is None:
+        return []  # the trainer compares what it loads
+    difference = vocabulary_difference(vocabularies[0], vocabularies[1])
+    return [] if difference is None else [f"{where}: vocabulary does not match {own}: {difference}"]
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token -> id by ``tokenizer.json``; None where there is none, or of a kind that lists its tokens in another way."""
+    try:
+        tree = json.loads((folder / "tokenizer.json").read_bytes())
+        return {**tree["model"]["vocab"], **{token["content"]: token["id"] for token in tree["added_tokens"]}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _problem(folder: Path) -> str | None:

@@ -94,6 +94,35 @@ def check_model_matches(
             raise ModelMismatchError(f"architecture does not match {where}: {'; '.join(differences)}")
 
 
+def check_same_vocabulary(own: Any, other: Any, where: str) -> None:
+    """``ModelMismatchError`` unless two tokenizers give every token the same id; ``where`` names the other's model."""
+    difference = vocabulary_difference(own.get_vocab(), other.get_vocab())
+    if difference is not None:
+        raise ModelMismatchError(f"vocabulary does not match {where}: {difference}")
+
+
+def vocabulary_difference(own: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """What differs between two maps of token to id, with the first tokens, and what to do; None where they are equal.
+
+    >>> vocabulary_difference({"a": 0}, {"a": 0, "b": 1})
+    "1 tokens here, 2 there, 1 differ ('b' is missing here and 1 there); use models that share one tokenizer"
+    """
+    if own == other:
+        return None
+    differing = sorted(
+        (token for token in own.keys() | other.keys() if own.get(token) != other.get(token)),
+        key=lambda token: (own.get(token, len(own)), token),
+    )
+    examples = ", ".join(
+        f"{token!r} is {own.get(token, 'missing')} here and {other.get(token, 'missing')} there"
+        for token in differing[:3]
+    )
+    return (
+        f"{len(own)} tokens here, {len(other)} there, {len(differing)} differ ({examples}); "
+        "use models that share one tokenizer"
+    )
+
+
 def check_weights_match(expected: Mapping[str, Any], found: Mapping[str, Any], where: str = "the update") -> None:
     """``ModelMismatchError`` unless ``found`` has exactly the names of ``expected``, each with the same shape."""
     missing = [name for name in expected if name not in found]

@@ -86,6 +86,7 @@ def step_metrics(
         for name in total
         if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
     } | {name: total[name] / max(len(updates), 1) for name in total if name.startswith("m2po_")}
+    algorithm |= _credit_metrics(total, len(updates))
     return StepMetrics(
         training_step=batch.training_step,
         loss=total.get("loss", 0.0) / max(len(updates), 1),
@@ -113,6 +114,22 @@ def step_metrics(
         **usage,  # type: ignore[arg-type]
         algorithm=algorithm,
     )
+
+
+def _credit_metrics(total: Mapping[str, float], num_updates: int) -> dict[str, float]:
+    """Of the value head and of the teacher, where there are any; values and returns are those of the step's start."""
+    found: dict[str, float] = {}
+    count = total.get("credited", 0.0)  # tokens of the whole batch, those of minibatches that were left out too
+    if "distillation_kl" in total:
+        found["distillation_kl"] = _mean_of(total, "distillation_kl", "credited")
+    if "value_error_squared" in total and count:
+        found["value_mean"], found["return_mean"] = total["value"] / count, total["return"] / count
+        unexplained = total["value_error_squared"] / count - (total["value_error"] / count) ** 2
+        variance = total["return_squared"] / count - found["return_mean"] ** 2
+        # Returns that are all alike leave nothing to explain.
+        found["explained_variance"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+        found["value_loss"] = total.get("value_loss", 0.0) / max(num_updates, 1)
+    return found
 
 
 def _mean_of(total: Mapping[str, float], name: str, count: str) -> float:

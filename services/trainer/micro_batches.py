@@ -30,6 +30,9 @@ class MicroTensors:
     sequence_index: torch.Tensor  # [num_targets] in [0, num_sequences)
     num_sequences: int
     is_dummy: bool
+    old_values: torch.Tensor | None = None  # [num_targets] of the value head at step start
+    returns: torch.Tensor | None = None  # [num_targets] that the value head is fitted to
+    teacher: torch.Tensor | None = None  # [num_targets] log-probabilities of the model that is distilled
 
     @property
     def num_tokens(self) -> int:
@@ -74,5 +77,15 @@ def pack_for_ranks(
 
 def forward(model: PolicyModel, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, entropies) of the trained tokens. [num_targets] each"""
-    logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature)
+    logprobs, entropy, _ = forward_with_values(model, batch, temperature)
     return logprobs, entropy
+
+
+def forward_with_values(
+    model: PolicyModel, batch: MicroTensors, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log-probabilities, entropies, values) of the trained tokens; None without a value head. [num_targets] each"""
+    logprobs, entropy, *values = model(
+        batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
+    )
+    return logprobs, entropy, values[0] if values else None

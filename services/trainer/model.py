@@ -20,6 +20,7 @@ from services.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from services.trainer.norms import speed_up_norms
 from services.trainer.sharded_load import open_by_shards
 from services.trainer.sharding import Ranks, shard
+from services.trainer.value_head import ValueHead, value_head_for
 
 log = structlog.get_logger()
 
@@ -27,13 +28,20 @@ log = structlog.get_logger()
 class PolicyModel(torch.nn.Module):
     """The root of sharding, so that embedding, final norm and head are gathered while ``forward`` runs."""
 
-    def __init__(self, causal_lm: Any, logprob_chunk_tokens: int = CHUNK_TOKENS, attention: Kernel = "auto") -> None:
+    def __init__(
+        self,
+        causal_lm: Any,
+        logprob_chunk_tokens: int = CHUNK_TOKENS,
+        attention: Kernel = "auto",
+        value_head: ValueHead | None = None,
+    ) -> None:
         super().__init__()
         self._logprob_chunk_tokens = logprob_chunk_tokens
         _check_head(causal_lm)
         causal_lm.set_attn_implementation(register_attention(attention))
         _disable_dropout(causal_lm)
         self.causal_lm = causal_lm
+        self.value_head = value_head
         names = set(causal_lm._no_split_modules or ())
         # The repeated blocks: the unit of sharding and of gradient checkpointing. Found now: sharding renames classes.
         self.layers: list[torch.nn.Module] = [m for m in causal_lm.modules() if type(m).__name__ in names]
@@ -45,19 +53,23 @@ class PolicyModel(torch.nn.Module):
         documents: Documents,
         target_positions: torch.Tensor,  # [num_targets] int64, none of them the first of its document
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy at each target, of the temperature-scaled distribution. [num_targets] each"""
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-probability and entropy at each target, of the temperature-scaled distribution. [num_targets] each
+
+        With a value head also the value of the state in which the target was drawn. [num_targets]
+        """
         hidden = self.causal_lm.base_model(
             input_ids=token_ids[None], position_ids=position_ids[None], documents=documents, use_cache=False
         ).last_hidden_state[0]  # [num_tokens, hidden]
-        # Only what predicts a trained token passes the head.
-        return token_logprobs(
-            hidden.index_select(0, target_positions - 1),
+        predicting = hidden.index_select(0, target_positions - 1)  # only what predicts a trained token passes a head
+        logprobs, entropy = token_logprobs(
+            predicting,
             self.causal_lm.get_output_embeddings().weight,
             token_ids.index_select(0, target_positions),
             temperature,
             self._logprob_chunk_tokens,
         )
+        return (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
 
 
 def build_policy_model(
@@ -70,12 +82,14 @@ def build_policy_model(
     offload: bool = False,
     attention: Kernel = "auto",
     logprob_chunk_tokens: int = CHUNK_TOKENS,
+    value_head: bool = False,
 ) -> PolicyModel:
     """Prepare a model for training (or as a frozen reference) on these ranks.
 
     It may be on the meta device; its weights then get their memory later. ``offload`` keeps them on the host.
     """
-    model = PolicyModel(causal_lm, logprob_chunk_tokens, attention)
+    head = value_head_for(causal_lm) if value_head else None
+    model = PolicyModel(causal_lm, logprob_chunk_tokens, attention, head)
     if trainable:
         model.train()
         if gradient_checkpointing:
@@ -88,7 +102,7 @@ def build_policy_model(
         model.to(ranks.device)
     if trainable:
         speed_up_norms(model, ranks.device)
-    shard(model, model.layers, ranks, compute_dtype, offload)
+    shard(model, model.layers, ranks, compute_dtype, offload, exact=[] if head is None else [head])
     return model
 
 
@@ -103,6 +117,7 @@ def load_policy_model(
     offload: bool = False,
     attention: Kernel = "auto",
     logprob_chunk_tokens: int = CHUNK_TOKENS,
+    value_head: bool = False,
 ) -> PolicyModel:
     """Load from a directory or hub name, with master weights in ``dtype``; each rank reads only what it will hold.
 
@@ -118,10 +133,13 @@ def load_policy_model(
         offload=offload,
         attention=attention,
         logprob_chunk_tokens=logprob_chunk_tokens,
+        value_head=value_head,
     )
     if by_shards is not None:
         began = time.monotonic()
         read = by_shards.materialize(model, ranks.device, offload)
+        if model.value_head is not None:
+            model.value_head.reset()
         log.info("model.loaded", path=str(path), bytes=read, seconds=round(time.monotonic() - began, 3))
     return model
 

@@ -7,8 +7,9 @@ that number and nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -56,7 +57,10 @@ class Update:
 
 
 class PolicyOptimizer:
-    """AdamW over a model's parameters; sharded parameters keep sharded state, on the host with ``offload``."""
+    """AdamW over a model's parameters; sharded parameters keep sharded state, on the host with ``offload``.
+
+    ``rates`` are peak learning rates of their own, on the same schedule, by the beginning of a parameter's name.
+    """
 
     def __init__(
         self,
@@ -64,20 +68,28 @@ class PolicyOptimizer:
         config: OptimizerConfig,
         *,
         offload: bool = False,
+        rates: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         if config.schedule != "constant" and config.total_updates is None:
             raise ConfigError(f"optimizer.schedule: {config.schedule} needs total_updates (steps * minibatches)")
         self.config = config
         self.num_updates = 0  # including those that were not applied: the schedule follows the data
-        self.parameters = [p for _, p in named_parameters if p.requires_grad]
-        # Norm weights and biases are vectors.
-        groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.parameters = [p for _, p in named]
+        apart = {id(p): rate for prefix, rate in rates.items() for name, p in named if name.startswith(prefix)}
+        groups: list[dict[str, Any]] = []
+        self._scales: list[float] = []  # per group: what its rate is times the schedule's
+        for rate in (None, *dict.fromkeys(apart.values())):
+            own = [p for p in self.parameters if apart.get(id(p)) == rate]
+            # Norm weights and biases are vectors.
+            for chosen, decay in (
+                ([p for p in own if p.ndim >= 2], config.weight_decay),
+                ([p for p in own if p.ndim < 2], 0.0),
+            ):
+                if chosen:
+                    groups.append({"params": chosen, "weight_decay": decay})
+                    self._scales.append(1.0 if rate is None else rate / config.lr)
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._step = MomentsOnHost(self.adamw).step if offload else self.adamw.step
 
     def update(self) -> Update:
@@ -86,8 +98,8 @@ class PolicyOptimizer:
         norm = self._clip()
         applied = math.isfinite(norm)
         if applied:
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
+            for group, scale in zip(self.adamw.param_groups, self._scales, strict=True):
+                group["lr"] = rate * scale
             self._step()
         else:
             log.warning("optimizer.update_skipped", update=self.num_updates, grad_norm=norm)

@@ -9,13 +9,14 @@ import torch
 
 from services.common.config.recipe import Recipe
 from services.common.devices import chosen_device
-from services.common.models import check_model_matches, load_tokenizer
+from services.common.models import check_model_matches, check_same_vocabulary, load_tokenizer
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.model import load_policy_model
+from services.trainer.model import PolicyModel, load_policy_model
 from services.trainer.optimizer import PolicyOptimizer
 from services.trainer.sharding import Ranks, init_ranks
 from services.trainer.step import TrainStep
 from services.trainer.usage import peak_flops
+from services.trainer.value_head import own_rates
 
 # How long ranks wait for the first, which waits for the orchestrator; a rank that dies is noticed at once.
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -37,7 +38,7 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
 
     Raises:
         ConfigError: there is no model or no tokenizer at ``path``.
-        ModelMismatchError: the tokenizer has ids that the model lacks.
+        ModelMismatchError: the tokenizer has ids that the model lacks, or a teacher has another one.
     """
     config = recipe.policies[policy]
     tokenizer = load_tokenizer(path)
@@ -52,12 +53,13 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         gradient_checkpointing=config.trainer.gradient_checkpointing,
         compute_dtype=compute,
         attention=config.trainer.attention,
+        value_head=config.algorithm.value_head is not None,
     )
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
-    reference = None
-    if config.algorithm.needs_reference:
-        reference = load_policy_model(
-            path,
+
+    def frozen(source: str) -> PolicyModel:
+        return load_policy_model(
+            source,
             ranks,
             dtype=master,
             trainable=False,
@@ -65,16 +67,28 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
             attention=config.trainer.attention,
             offload="reference" in config.trainer.offload,
         )
+
+    distillation = config.algorithm.distillation
+    teacher = None
+    if distillation is not None:
+        # Before its weights: those may take long to load.
+        check_same_vocabulary(tokenizer, load_tokenizer(distillation.teacher), f"the teacher {distillation.teacher}")
+        teacher = frozen(distillation.teacher)
+        check_model_matches(teacher.causal_lm, tokenizer=tokenizer)
     step = TrainStep(
         model,
         PolicyOptimizer(
-            model.named_parameters(), recipe.optimizer(policy), offload="optimizer" in config.trainer.offload
+            model.named_parameters(),
+            recipe.optimizer(policy),
+            offload="optimizer" in config.trainer.offload,
+            rates=own_rates(config.algorithm.value_head),
         ),
         config.algorithm,
         ranks,
         max_tokens_per_micro_batch=config.trainer.token_budget,
         temperature=recipe.sampling.temperature,
-        reference=reference,
+        reference=frozen(path) if config.algorithm.needs_reference else None,
+        teacher=teacher,
         peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
     )
     return step, tokenizer

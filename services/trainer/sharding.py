@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -106,12 +107,14 @@ def shard(
     ranks: Ranks,
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
+    exact: Seq[torch.nn.Module] = (),
 ) -> None:
     """Shard each layer, then the rest with the root, in place. Does nothing for one rank in its own precision.
 
     ``compute_dtype`` gathers parameters in that type for forward and backward; gradients are reduced in float32 and
     the sharded (master) parameters keep their own type. ``offload`` keeps the shards on the host, in pinned memory
-    beside a GPU, and brings each layer over when it is gathered.
+    beside a GPU, and brings each layer over when it is gathered. ``exact`` modules are sharded apart and compute in the
+    type of their own parameters.
     """
     if ranks.world_size == 1 and compute_dtype is None and not offload:
         return
@@ -121,6 +124,8 @@ def shard(
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # Beside a CPU there is nothing to pin for.
     where = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu") if offload else OffloadPolicy()
+    for module in exact:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), offload_policy=where)
     for module in (*layers, root):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=where)
 

@@ -1,6 +1,6 @@
 """One training step: a rank's share of a batch in, one optimizer update per minibatch, metrics out.
 
-    advantages (stamped statistics) -> pack -> [proximal pass] -> per minibatch:
+    advantages (stamped statistics) -> pack -> [credit of single tokens] -> [proximal pass] -> per minibatch:
         [trust region or keep mask over all micro-batches and ranks]
         per micro-batch: forward -> per-token loss -> share of the minibatch's loss -> backward
         clip -> update, or (early_stop_ratio) none, and none for the minibatches that are left
@@ -26,14 +26,20 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import MinibatchTotals, RankBatch
 from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.advantages import normalize, sequence_advantages, weighted_moments
+from services.trainer.algorithms.advantages import (
+    Moments,
+    normalize,
+    over_batch_deviation,
+    reward_moments,
+    sequence_advantages,
+)
 from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
 from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
-from services.trainer.kl_reward import with_kl_reward
+from services.trainer.credit import CreditModels, needs_credit, value_loss_share, with_credit, with_teacher
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
-from services.trainer.micro_batches import MicroTensors, forward, logprob_dtype, pack_for_ranks
+from services.trainer.micro_batches import MicroTensors, forward, forward_with_values, logprob_dtype, pack_for_ranks
 from services.trainer.minibatch_context import Logprobs, MinibatchContext, minibatch_context
 from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
@@ -57,12 +63,19 @@ class TrainStep:
         max_tokens_per_micro_batch: int,
         temperature: float = 1.0,  # of the sampling distribution that behaviour log-probabilities belong to
         reference: PolicyModel | None = None,
+        teacher: PolicyModel | None = None,
         peak_flops: float | None = None,  # of this rank's device, for the metric mfu
     ) -> None:
         if config.needs_reference and reference is None:
             raise ConfigError(
                 f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
                 f"{config.kl_reward_coefficient}: one above 0 needs a reference model"
+            )
+        if (config.distillation is None) != (teacher is None):
+            raise ConfigError("algorithm.distillation and a teacher model belong together: one of them is missing")
+        if (config.value_head is None) != (model.value_head is None):
+            raise ConfigError(
+                "algorithm.value_head and a model with a value head belong together: one of them is missing"
             )
         if temperature <= 0.0:
             raise ConfigError(f"temperature is {temperature}: greedy samples have no log-probabilities to train on")
@@ -71,6 +84,7 @@ class TrainStep:
         self.config = config
         self.ranks = ranks
         self.reference = reference
+        self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
         self._algorithm = algorithm_of(config)
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
@@ -118,23 +132,37 @@ class TrainStep:
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
         self._check_totals(batch)
-        pays_kl = self.config.kl_reward_coefficient > 0.0  # then normalised per token, after the KL is in
-        if self.config.batch_normalize_advantages and not pays_kl:
-            moments = torch.tensor(weighted_moments(advantages, trained), dtype=torch.float64, device=self.ranks.device)
-            tokens, total, total_squares = self.ranks.sum(moments).tolist()
-            advantages = normalize(advantages, tokens, total, total_squares, self.config.advantage_eps)
+        has_credit = needs_credit(self.config)  # then normalised per token
+        if self.config.deviation == "batch":
+            rewards = self._everywhere(reward_moments(batch.sequences))
+            advantages = over_batch_deviation(advantages, rewards, self.config)
+        if self.config.batch_normalize_advantages and not has_credit:
+            advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         sums.add("sequences", len(batch.sequences))
         sums.add("reward", sum(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
-        sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
+        if not has_credit:
+            sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             minibatches[item.minibatch].append(Document.from_training_sequence(item, advantage))
         packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
-        if not pays_kl:
+        if not has_credit:
             return packed
-        assert self.reference is not None
-        return with_kl_reward(packed, self.reference, self.config, self.ranks, sums, temperature=self._temperature)
+        return with_credit(
+            packed,
+            self._credit_models,
+            self.config,
+            self.ranks,
+            sums,
+            temperature=self._temperature,
+            on_progress=self.on_progress,
+        )
+
+    def _everywhere(self, own: Moments) -> Moments:
+        """Of all ranks' numbers."""
+        flat = torch.tensor([own.count, own.total, own.total_squares], dtype=torch.float64, device=self.ranks.device)
+        return Moments(*self.ranks.sum(flat).tolist())
 
     def _check_totals(self, batch: RankBatch) -> None:
         """The denominators must be the sums of the shares, or the gradient is silently scaled."""
@@ -195,12 +223,16 @@ class TrainStep:
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
             current = self._logprobs(micro_batches) if self._algorithm.needs_trust_region else None
-            context = self._context(micro_batches, totals, current, proximal)
-        for index, micro_batch in enumerate(micro_batches):
-            logprobs, entropy = forward(self.model, micro_batch, self._temperature)
+            taught = micro_batches
+            if current is not None:
+                taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
+            context = self._context(taught, totals, current, proximal)
+        for index, untaught in enumerate(micro_batches):
+            logprobs, entropy, values = forward_with_values(self.model, untaught, self._temperature)
+            micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
-                context = self._context(micro_batches, totals, [logprobs.detach()], [own_proximal])
+                context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
             if self.config.early_stop_ratio is not None:
                 gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
                 ratios += gap.exp().sum(dtype=torch.float64)
@@ -212,6 +244,8 @@ class TrainStep:
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
             loss = self._loss(index, micro_batch, tokens, policy_loss, entropy, context, sums)
+            if values is not None:
+                loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
             self.ranks.backward(loss)
             self.on_progress()
         assert context is not None

@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from services.common.config.base import Section
+from services.common.config.credit import CreditConfig
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant", "sum"]
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through"]
 RejectionLevel = Literal["token", "sequence"]
@@ -66,7 +66,7 @@ class RejectionConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(CreditConfig):
     """The settings that do not depend on the loss.
 
     >>> AlgorithmConfig(kl_coefficient=0.001).needs_reference
@@ -80,14 +80,8 @@ class AlgorithmConfig(Section):
     """Leave out an optimizer update, and those that follow in its training step, when the mean ratio policy / behaviour over the
     minibatch's trained tokens is above this: then something is wrong with the data or the weights. Off when null."""
 
-    advantage: AdvantageName = "grpo"
-    """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself."""
-
     advantage_eps: float = Field(default=1e-5, gt=0.0)
     """Added to the group's standard deviation in `grpo`. Above 0: a group of nearly equal rewards is not blown up."""
-
-    batch_normalize_advantages: bool = False
-    """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
 
     kl_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference model in the loss; above 0 the trainer loads a reference model."""
@@ -149,4 +143,8 @@ class AlgorithmConfig(Section):
             )
         if not by_constant and self.constant_denominator is not None:
             raise ValueError("constant_denominator needs loss_aggregation: constant or sum")
+        if self.advantage in ("pass_at_k", "max_rl") and (self.reward_bias, self.reward_scale) != (0.0, 1.0):
+            raise ValueError(
+                f"advantage: {self.advantage} reads rewards from 0 to 1: leave reward_bias and reward_scale out"
+            )
         return self

@@ -169,8 +169,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     offload: list[Literal["optimizer", "reference"]] = []
-    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the model of the
-    KL term, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the models
+    of the KL term and of a teacher, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
     the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
@@ -234,3 +234,17 @@ class PolicyConfig(Section):
     """The training processes."""
     weights: WeightsConfig = WeightsConfig()
     """How versions travel to the replicas."""
+
+    @model_validator(mode="after")
+    def _credit_fits_batch(self) -> PolicyConfig:
+        if self.algorithm.distillation is not None and self.batch.dynamic_sampling:
+            raise ValueError(
+                "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
+                "batch.dynamic_sampling to false"
+            )
+        if self.algorithm.advantage == "pass_at_k" and self.batch.overlong_penalty is not None:
+            raise ValueError(
+                "algorithm.advantage: pass_at_k needs rewards of 0 or 1, and batch.overlong_penalty makes others: leave one of "
+                "them out"
+            )
+        return self

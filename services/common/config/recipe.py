@@ -206,6 +206,12 @@ class Recipe(Section):
                     f"policies.{name}.batch.resample.keep ({resample.keep}) exceeds rollout.group_size "
                     f"({self.rollout.group_size}): there is nothing to leave out"
                 )
+            pass_k = policy.algorithm.pass_k
+            if pass_k is not None and pass_k > self.rollout.group_size:
+                raise ValueError(
+                    f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({self.rollout.group_size}): no group "
+                    "has as many rollouts"
+                )
             if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
                 raise ValueError(
                     f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "

@@ -4,7 +4,10 @@
     dr_grpo    R - mean                       (arXiv 2503.20783: no std; use with a constant denominator)
     rloo       (R - mean) * N / (N - 1)       (equals R minus the mean of the others; 0 for a singleton)
     reinforce  R
+    gae        R                              (the reward that ``credit`` spreads over tokens)
+    pass_at_k, max_rl                         of right and wrong, in files of their own
 
+With ``deviation: batch`` grpo divides by the deviation of all rewards of the global batch instead (arXiv 2508.08221).
 A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
 mean of .10000000000000002, which a division by their std would turn into -.8.
 
@@ -15,13 +18,18 @@ trained token of a sequence gets the sequence's advantage (outcome reward: GAE w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.types import TrainingSequence
+from services.trainer.algorithms.max_rl import max_rl_advantages
+from services.trainer.algorithms.pass_at_k import pass_at_k_advantages
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,33 +39,63 @@ EQUAL = 1e-12  # deviation of a group, relative to its mean, that is rounding
 def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfig) -> Floats:
     """One advantage per sequence, before any batch normalisation. [num_sequences]"""
     rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
-    if config.advantage == "reinforce":
-        return rewards
     means = np.array([s.group_mean for s in sequences], dtype=np.float64)
+    size = np.array([s.group_size for s in sequences], dtype=np.float64)
+    if config.advantage == "pass_at_k":
+        assert config.pass_k is not None
+        return pass_at_k_advantages(rewards, means, size, config.pass_k, config.advantage_eps)
+    if config.advantage == "max_rl":
+        return max_rl_advantages(rewards, means)
+    if config.advantage in ("reinforce", "gae"):
+        return rewards
     deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
     centred = rewards - means
     centred[deviations <= EQUAL * np.abs(means)] = 0.0
-    if config.advantage == "dr_grpo":
+    if config.advantage == "dr_grpo" or config.deviation == "batch":
         return centred
-    size = np.array([s.group_size for s in sequences], dtype=np.float64)
     if config.advantage == "rloo":
         return centred * size / np.maximum(size - 1.0, 1.0)
     return centred / (deviations + config.advantage_eps)
 
 
-def weighted_moments(advantages: Floats, num_trained_tokens: Floats) -> tuple[float, float, float]:
-    """(tokens, sum, sum of squares) over trained tokens: what ranks add up to normalise over the global batch."""
-    return (
-        float(num_trained_tokens.sum()),
-        float((advantages * num_trained_tokens).sum()),
-        float((advantages**2 * num_trained_tokens).sum()),
-    )
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What ranks add up to know the mean and the deviation of all their numbers."""
+
+    count: float
+    total: float
+    total_squares: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def deviation(self, kind: Literal["population", "sample"] = "population") -> float:
+        """Standard deviation over n, or over n - 1; 0 of fewer than two numbers."""
+        spread = max(self.total_squares - self.count * self.mean**2, 0.0)
+        return math.sqrt(spread / max(self.count - (kind == "sample"), 1.0))
+
+    def divisor(self, config: AlgorithmConfig) -> float:
+        """What ``batch_normalize_advantages`` divides by."""
+        return self.deviation(config.normalize_deviation) + config.advantage_eps
+
+    @classmethod
+    def of(cls, values: Floats, weights: Floats) -> Moments:
+        """Of numbers that each stand for ``weights`` equal ones (a sequence's tokens)."""
+        return cls(float(weights.sum()), float((values * weights).sum()), float((values**2 * weights).sum()))
 
 
-def normalize(advantages: Floats, tokens: float, total: float, total_squares: float, eps: float) -> Floats:
-    """(A - mean) / (std + eps) with the moments of the global batch (population std). [num_sequences]"""
-    if tokens == 0:
-        return advantages
-    mean = total / tokens
-    variance = max(total_squares / tokens - mean**2, 0.0)
-    return (advantages - mean) / (np.sqrt(variance) + eps)
+def normalize(advantages: Floats, moments: Moments, config: AlgorithmConfig) -> Floats:
+    """(A - mean) / (std + eps) with the moments of the global batch. [num_sequences]"""
+    return (advantages - moments.mean) / moments.divisor(config) if moments.count else advantages
+
+
+def reward_moments(sequences: Seq[TrainingSequence]) -> Moments:
+    """Of the rewards of these sequences, one each: what ``over_batch_deviation`` needs, added up over ranks."""
+    rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
+    return Moments.of(rewards, np.ones_like(rewards))
+
+
+def over_batch_deviation(centred: Floats, rewards: Moments, config: AlgorithmConfig) -> Floats:
+    """R - mean of the group, over the deviation (n - 1) of all rewards of the global batch. [num_sequences]"""
+    return centred / (rewards.deviation("sample") + config.advantage_eps)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.process import run_and_leave
 from services.common.types import TrainingSequence
+from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
 from services.trainer.step import TrainStep
+from services.trainer.value_head import NAME
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 Gradients = dict[str, np.ndarray]
@@ -35,6 +39,7 @@ class Case:
     config: AlgorithmConfig
     dtype: torch.dtype = torch.float64
     reference: bool = False
+    teacher: bool = False
     all_on_first_rank: bool = False
     tied: bool = True
     temperature: float = 1.0
@@ -67,10 +72,26 @@ CASES: dict[str, Case] = {
     "reinforce_plus_plus": Case(
         config=algorithm(name="ppo_clip", advantage="reinforce", batch_normalize_advantages=True,
                                kl_reward_coefficient=0.2), reference=True),
+    "gae": Case(config=algorithm(name="ppo_clip", advantage="gae", gamma=0.97, gae_lambda=0.9, value_head={})),
+    "gae_whitened": Case(
+        config=algorithm(name="m2po_mask", m2po_threshold=0.5, advantage="gae", gae_lambda=0.9, value_head={"clip": None},
+                         batch_normalize_advantages=True, kl_reward_coefficient=0.2, loss_aggregation="sequence_mean"),
+        reference=True),
+    "discounted": Case(
+        config=algorithm(name="ppo_clip", advantage="reinforce", gamma=0.9, batch_normalize_advantages=True,
+                         normalize_deviation="sample")),
+    "batch_deviation": Case(config=algorithm(name="ppo_clip", deviation="batch")),
+    "distilled": Case(
+        config=algorithm(name="m2po", m2po_threshold=0.2, distillation={"teacher": "t", "task_coefficient": 0.5}),
+        teacher=True),
+    "distilled_behaviour": Case(
+        config=algorithm(name="reinforce", distillation={"teacher": "t", "student": "behaviour"}), teacher=True),
     "untied_hot": Case(config=algorithm(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
     "idle_rank": Case(config=algorithm(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
     "float32": Case(config=algorithm(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
+
+GAE = {"advantage": "gae", "gae_lambda": 0.9, "value_head": {"lr": 5e-2}}
 
 # How weights are held and computed; each is trained for two steps.
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -79,6 +100,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16_master": {"dtype": torch.bfloat16},
     "with_reference": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1)},
     "stopped_early": {"early_stop_ratio": 0.8},  # mean ratios: 0.58 and 0.81 in the first step
+    "value_head": {"credit": GAE},
+    "value_head_bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "credit": GAE},
+    "value_head_bfloat16_master": {"dtype": torch.bfloat16, "credit": GAE},
+    "value_head_offloaded": {"credit": GAE, "offload": True},
     "offloaded": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1), "offload": True},
 }
 
@@ -91,6 +116,8 @@ class CaptureGradients:
 
     def __init__(self, step: TrainStep) -> None:
         self._parameters = dict(step.model.causal_lm.named_parameters())
+        if step.model.value_head is not None:
+            self._parameters |= {f"{NAME}{n}": p for n, p in step.model.value_head.named_parameters()}
         self.gradients: Gradients = {}
 
     def update(self) -> Update:
@@ -107,6 +134,14 @@ def share(case: Case, sequences: list[TrainingSequence], rank: int, world_size: 
     return batch
 
 
+def speak_up(step: TrainStep) -> None:
+    """Give the value head something to say: one that is all 0 sends no gradient into the trunk."""
+    if step.model.value_head is not None:
+        with torch.no_grad():
+            for parameter in step.model.value_head.parameters():
+                parameter.fill_(0.1)
+
+
 def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointing: bool = False) -> Gradients:
     """Whole gradients of one minibatch, the same on every rank."""
     step = train_step(
@@ -115,23 +150,29 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
         ranks=ranks,
         max_tokens=max_tokens,
         reference=tiny_causal_lm(case.dtype, tied=case.tied, seed=1) if case.reference else None,
+        teacher=tiny_causal_lm(case.dtype, tied=case.tied, seed=2) if case.teacher else None,
         gradient_checkpointing=gradient_checkpointing,
         temperature=case.temperature,
     )
+    speak_up(step)
     capture = CaptureGradients(step)
     step.optimizer = capture  # type: ignore[assignment]
     step.run(share(case, training_sequences(NUM_SEQUENCES), ranks.rank, ranks.world_size))
     return capture.gradients
 
 
-def trained_weights(
-    ranks: Ranks, dtype: torch.dtype = torch.float64, early_stop_ratio: float | None = None, **settings: Any
-) -> tuple[Gradients, dict[str, float]]:
-    """Weights and metrics after two steps of two minibatches with the real optimizer. ``settings`` of ``train_step``."""
+def trained_step(
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float64,
+    early_stop_ratio: float | None = None,
+    credit: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> tuple[TrainStep, dict[str, float]]:
+    """Two steps of two minibatches with the real optimizer, and the metrics of the last. ``settings`` of ``train_step``."""
     step = train_step(
-        algorithm(name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0).model_copy(
-            update={"early_stop_ratio": early_stop_ratio}
-        ),  # below 1 as well: that is where these ratios are
+        algorithm(
+            name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0, **credit
+        ).model_copy(update={"early_stop_ratio": early_stop_ratio}),  # below 1 as well: that is where these ratios are
         causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
         max_tokens=TWO_RANK_MAX_TOKENS,
@@ -141,14 +182,28 @@ def trained_weights(
     for seed in (0, 1):
         sequences = training_sequences(NUM_SEQUENCES, seed=seed, minibatches=2)
         metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
-    weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
-    assert {p.dtype for p in step.model.parameters()} == {dtype}, "master weights keep their type"
+    assert {p.dtype for p in step.model.causal_lm.parameters()} == {dtype}, "master weights keep their type"
     assert metrics["tflops"] > 0, "the layers are found, sharded or not"
+    return step, metrics
+
+
+def whole_weights(step: TrainStep, ranks: Ranks) -> Gradients:
+    """Every weight, those of the value head too; on the first rank."""
+    weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
+    if step.model.value_head is not None:
+        weights |= {f"{NAME}{n}": w for n, w in full_weights(step.model.value_head, ranks, torch.float64)}
+    return {n: w.numpy() for n, w in weights.items() if w is not None}
+
+
+def trained_weights(ranks: Ranks, **settings: Any) -> tuple[Gradients, dict[str, float]]:
+    """Weights and metrics of ``trained_step``."""
+    step, metrics = trained_step(ranks, **settings)
     skip = ("seconds", "tokens_per_second", "num_micro_batches", "memory_peak_gib", "tflops")
-    return (
-        {n: w.numpy() for n, w in weights.items() if w is not None},
-        {n: v for n, v in metrics.items() if n not in skip},
-    )
+    return whole_weights(step, ranks), {n: v for n, v in metrics.items() if n not in skip}
+
+
+def checkpoints_in(directory: Path, ranks: Ranks) -> Checkpoints:
+    return Checkpoints(directory, CheckpointIdentity(run_id="r", policy="actor"), 2, ranks)
 
 
 def run(out_dir: Path) -> None:
@@ -167,6 +222,8 @@ def run(out_dir: Path) -> None:
         found, _ = trained_weights(ranks, **{k: make() if callable(make) else make for k, make in settings.items()})
         if ranks.is_first:
             np.savez(out_dir / f"precision_{name}.npz", **found)  # type: ignore[arg-type]
+    step, _ = trained_step(ranks, **PRECISIONS["value_head"])
+    checkpoints_in(out_dir / "checkpoints", ranks).save(2, step.model, step.optimizer)
     leave_ranks()
 
 

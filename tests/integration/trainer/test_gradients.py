@@ -15,16 +15,19 @@ from services.trainer.algorithms.base import TokenBatch
 from services.trainer.sharding import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
+    GAE,
     NUM_SEQUENCES,
     PRECISIONS,
     TWO_RANK_MAX_TOKENS,
     Case,
     Gradients,
+    checkpoints_in,
     gradients,
     trained_weights,
+    whole_weights,
 )
 from tests.integration.trainer.launching import made_once, run_processes, start_torchruns
-from tests.unit.trainer.building import algorithm, tiny_causal_lm, training_sequences
+from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step, training_sequences
 
 EVERYTHING = 10_000  # all documents in one micro-batch
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -81,18 +84,23 @@ def padded_gradients(case: Case) -> Gradients:
 
 
 @pytest.fixture(scope="module", params=["one node", "two nodes"])
-def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gradients]:
-    """Results of two real processes under torchrun with gloo, by name: of one torchrun, or of one each."""
+def two_rank_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real processes under torchrun with gloo leave: of one torchrun, or of one each."""
     num_nodes = 1 if request.param == "one node" else 2
 
     def make(directory: Path) -> None:
         module, logs = "tests.integration.trainer.gradient_cases", directory / "logs"
         run_processes(start_torchruns(module, [str(directory)], num_nodes, 2 // num_nodes, logs), logs)
 
-    out_dir = made_once(tmp_path_factory, f"two_ranks_{num_nodes}", make)
+    return made_once(tmp_path_factory, f"two_ranks_{num_nodes}", make)
+
+
+@pytest.fixture
+def two_ranks(two_rank_files: Path) -> Callable[[str], Gradients]:
+    """Their results by name."""
 
     def load(name: str) -> Gradients:
-        with np.load(out_dir / f"{name}.npz") as file:
+        with np.load(two_rank_files / f"{name}.npz") as file:
             return dict(file)
 
     return load
@@ -153,6 +161,43 @@ def test_what_waits_on_the_host_trains_the_same_bits(two_ranks: Callable[[str], 
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["value_head", "value_head_offloaded"])
+def test_a_value_head_on_two_ranks_is_trained_as_on_one(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
+    expected, _ = trained_weights(Ranks.single(), **PRECISIONS["value_head"])
+    found = two_ranks(f"precision_{kind}")
+    assert found.keys() == expected.keys() and {"value_head.weight", "value_head.bias"} <= found.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+    assert np.abs(found["value_head.weight"]).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_a_value_head_that_two_ranks_wrote_is_read_by_one(
+    two_rank_files: Path, two_ranks: Callable[[str], Gradients]
+) -> None:
+    step = train_step(algorithm("m2po", **GAE), causal_lm=tiny_causal_lm(torch.float64, seed=5))
+    checkpoints_in(two_rank_files / "checkpoints", Ranks.single()).load(2, step.model, step.optimizer)
+    found, expected = whole_weights(step, Ranks.single()), two_ranks("precision_value_head")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+    moments = step.optimizer.adamw.state[step.model.value_head.weight]  # type: ignore[union-attr]
+    assert moments["exp_avg"].abs().max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
+def test_a_value_head_stays_in_float32_where_the_model_does_not(
+    kind: str, two_ranks: Callable[[str], Gradients]
+) -> None:
+    found = two_ranks(f"precision_value_head_{kind}")["value_head.weight"]
+    exact, _ = trained_weights(Ranks.single(), dtype=torch.float32, credit=GAE)
+    assert np.abs(found - exact["value_head.weight"]).max() < 0.25 * np.abs(exact["value_head.weight"]).max()
+    rounded = torch.tensor(found).to(torch.bfloat16).double().numpy()
+    assert not np.array_equal(found, rounded), "its updates are smaller than what bfloat16 can hold"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from services.trainer.model import build_policy_model
 from services.trainer.optimizer import PolicyOptimizer
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
+from services.trainer.value_head import own_rates
 
 VOCAB = 31
 
@@ -99,6 +100,7 @@ def train_step(
     max_tokens: int = 64,
     optimizer: OptimizerConfig | None = None,
     reference: Any = None,
+    teacher: Any = None,
     gradient_checkpointing: bool = False,
     temperature: float = 1.0,
     compute_dtype: torch.dtype | None = None,
@@ -112,14 +114,21 @@ def train_step(
         ranks,
         gradient_checkpointing=gradient_checkpointing,
         compute_dtype=compute_dtype,
+        value_head=config.value_head is not None,
     )
     return TrainStep(
         model,
-        PolicyOptimizer(model.named_parameters(), optimizer or OptimizerConfig(lr=1e-2), offload=offload),
+        PolicyOptimizer(
+            model.named_parameters(),
+            optimizer or OptimizerConfig(lr=1e-2),
+            offload=offload,
+            rates=own_rates(config.value_head),
+        ),
         config,
         ranks,
         max_tokens_per_micro_batch=max_tokens,
         temperature=temperature,
         reference=None if reference is None else build_policy_model(reference, ranks, trainable=False, offload=offload),
+        teacher=None if teacher is None else build_policy_model(teacher, ranks, trainable=False, offload=offload),
         peak_flops=peak_flops,
     )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.types import Segment, Sequence, StopReason, TrainingSequence
 from services.trainer.algorithms.advantages import (
+    Moments,
     normalize,
+    over_batch_deviation,
+    reward_moments,
     sequence_advantages,
-    weighted_moments,
 )
 
 
@@ -79,14 +82,34 @@ def test_a_group_cut_apart_keeps_its_advantages() -> None:
     assert parts == sequence_advantages(whole, AlgorithmConfig()).tolist()
 
 
-def test_batch_normalisation_is_over_trained_tokens_and_adds_up_over_ranks() -> None:
+@pytest.mark.parametrize(("kind", "ddof"), [("population", 0), ("sample", 1)])
+def test_batch_normalisation_is_over_trained_tokens_and_adds_up_over_ranks(kind: Any, ddof: int) -> None:
+    config = AlgorithmConfig(batch_normalize_advantages=True, normalize_deviation=kind)
     advantages, tokens = np.array([1.0, -2.0, 0.5, 3.0]), np.array([3.0, 1.0, 0.0, 6.0])
-    ranks = [weighted_moments(advantages[:1], tokens[:1]), weighted_moments(advantages[1:], tokens[1:])]
-    moments = tuple(sum(m) for m in zip(*ranks, strict=True))
+    ranks = [Moments.of(advantages[:1], tokens[:1]), Moments.of(advantages[1:], tokens[1:])]
+    moments = Moments(*(sum(m) for m in zip(*map(dataclasses.astuple, ranks), strict=True)))
     per_token = np.repeat(advantages, tokens.astype(int))
-    expected = (advantages - per_token.mean()) / (per_token.std() + 1e-5)
-    assert normalize(advantages, *moments, 1e-5).tolist() == pytest.approx(expected.tolist())
+    expected = (advantages - per_token.mean()) / (per_token.std(ddof=ddof) + 1e-5)
+    assert normalize(advantages, moments, config).tolist() == pytest.approx(expected.tolist())
 
 
 def test_batch_normalisation_of_nothing_changes_nothing() -> None:
-    assert normalize(np.zeros(0), *weighted_moments(np.zeros(0), np.zeros(0)), 1e-5).tolist() == []
+    assert normalize(np.zeros(0), Moments.of(np.zeros(0), np.zeros(0)), AlgorithmConfig()).tolist() == []
+
+
+def test_with_batch_deviation_a_reward_is_centred_in_its_group_and_scaled_by_the_batch() -> None:
+    config = AlgorithmConfig(deviation="batch")
+    sequences = group([1.0, 0.0, 0.0, 0.0]) + group([3.0, 2.5, 3.5])
+    rewards = np.array([s.sequence.reward for s in sequences])
+    means = np.repeat([rewards[:4].mean(), rewards[4:].mean()], [4, 3])
+    found = over_batch_deviation(sequence_advantages(sequences, config), reward_moments(sequences), config)
+    assert found.tolist() == pytest.approx(((rewards - means) / (rewards.std(ddof=1) + 1e-5)).tolist())
+
+
+def test_advantages_of_right_and_wrong_come_from_the_stamped_statistics() -> None:
+    whole = group([1.0, 0.0, 0.0, 0.0])
+    cut = [whole[1], whole[0]]
+    assert sequence_advantages(cut, AlgorithmConfig(advantage="max_rl")).tolist() == [-1.0, 3.0]
+    found = sequence_advantages(cut, AlgorithmConfig(advantage="pass_at_k", pass_k=2))
+    # Half of the pairs fail; of those with a given wrong one, two of three.
+    assert found.tolist() == pytest.approx([(1 / 2 - 2 / 3) / 0.5, 1.0], rel=1e-4)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from services.common.config.algorithm import AdvantageName, AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.algorithm import AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.credit import AdvantageName, DistillationConfig, ValueHeadConfig
 from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, M2poScope
 from services.common.config.policy import (
     BatchConfig,
@@ -41,7 +42,16 @@ def test_every_name_is_documented(names: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "section", [*LOSS_CLASSES.values(), BatchConfig, ResampleConfig, OverlongPenaltyConfig, ReplayConfig]
+    "section",
+    [
+        *LOSS_CLASSES.values(),
+        BatchConfig,
+        ResampleConfig,
+        OverlongPenaltyConfig,
+        ReplayConfig,
+        ValueHeadConfig,
+        DistillationConfig,
+    ],
 )
 def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
     assert not set(section.model_fields) - WORDS
@@ -50,6 +60,12 @@ def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
 def test_the_example_is_a_valid_policy() -> None:
     policy = example_policy(0)
     assert (policy.algorithm.name, policy.batch.minibatches) == ("m2po", 4)
+
+
+def test_the_examples_of_a_value_head_and_of_a_teacher_are_valid_policies() -> None:
+    critic, student = example_policy(2).algorithm, example_policy(3).algorithm
+    assert critic.value_head is not None and critic.value_head.lr == 1e-5
+    assert student.distillation is not None and student.distillation.task_coefficient == 0.0
 
 
 def example_policy(index: int) -> PolicyConfig:

@@ -82,13 +82,13 @@ def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.Mo
     """Then nothing is finite that the loss was given; the update is skipped and counted, as every other."""
     step = train_step(algorithm("ppo_clip"))
 
-    def broken(model: Any, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def broken(model: Any, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor, None]:
         logprobs, entropy = model(
             batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
         )
-        return logprobs * torch.nan, entropy
+        return logprobs * torch.nan, entropy, None
 
-    monkeypatch.setattr("services.trainer.step.forward", broken)
+    monkeypatch.setattr("services.trainer.step.forward_with_values", broken)
     assert step.run(rank_batch(training_sequences(8))).updates_skipped == 1
 
 

@@ -53,14 +53,14 @@ def build(directory: Path, seed: int, vocabulary: int = VOCAB) -> None:
 
 
 def recipe(model: Path | None, **sections: Any) -> Recipe:
-    """A run of six steps with a checkpoint every two; ``trainer``, ``run`` and ``algorithm`` are merged, others are added."""
+    """A run of six steps with a checkpoint every two; ``trainer``, ``run``, ``batch`` and ``algorithm`` are merged, others are added."""
     trainer = {"port": 0, "device": "cpu", "checkpoint_every": 2, "token_budget": 64} | sections.pop("trainer", {})
     run = {"id": "test-run", "steps": 6, "seed": 3} | sections.pop("run", {})
     policy = {
         "model": {"path": None if model is None else str(model), "context_length": 64},
         "algorithm": sections.pop("algorithm", {}),
         "optimizer": {"lr": 1e-2, "schedule": "linear"},
-        "batch": {"size": 8, "minibatches": 2},
+        "batch": {"size": 8, "minibatches": 2} | sections.pop("batch", {}),
         "trainer": trainer,
         "weights": {"publish_dtype": "float32", "port": 0},
     }

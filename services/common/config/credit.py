@@ -1,0 +1,102 @@
+"""How a reward becomes advantages of tokens: discount, value head, teacher, and what advantages are divided by.
+
+The part of ``algorithm`` that no policy loss reads. Plain pydantic, no torch; ``services.trainer.credit`` does it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Section
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce", "gae", "pass_at_k", "max_rl"]
+
+
+class ValueHeadConfig(Section):
+    """A linear map from the last hidden state to the expected return, trained beside the policy on the same trunk."""
+
+    coefficient: float = Field(default=0.5, gt=0.0)
+    """Weight of the value loss beside the policy loss."""
+    clip: float | None = Field(default=0.2, gt=0.0)
+    """The value loss is clipped where a value is further than this from the one at step start; null: it is not."""
+    lr: float | None = Field(default=None, gt=0.0)
+    """Peak learning rate of the head, on the schedule of `optimizer`; left out, that of the policy."""
+
+
+class DistillationConfig(Section):
+    """A teacher that pays the student's own tokens by how likely it finds them."""
+
+    teacher: str = Field(min_length=1)
+    """Model directory or hub name. The trainer loads it beside the policy, frozen; it must have the policy's tokenizer."""
+    coefficient: float = Field(default=1.0, gt=0.0)
+    """Weight of log p(teacher) - log p(student) in the advantage of each token."""
+    task_coefficient: float = Field(default=0.0, ge=0.0)
+    """Weight of the task's own advantage beside it; 0 distils and leaves rewards aside."""
+    student: Literal["current", "behaviour"] = "current"
+    """Whose log-probability the teacher's is compared with: that of the policy being trained, or of the one that sampled."""
+
+
+class CreditConfig(Section):
+    """The settings that ``AlgorithmConfig`` inherits from here."""
+
+    advantage: AdvantageName = "grpo"
+    """`grpo` (R - mean)/(std + eps), `dr_grpo` R - mean, `rloo` R - mean of the others, `reinforce` R itself, `gae` by a value
+    head, `pass_at_k` for the best of `pass_k` rollouts, `max_rl` (R - mean)/mean."""
+
+    deviation: Literal["group", "batch"] = "group"
+    """What `grpo` divides by: the deviation of the group, or of all rewards of the global batch (arXiv 2508.08221)."""
+
+    pass_k: int | None = Field(default=None, ge=1)
+    """`advantage: pass_at_k`: how many rollouts are scored together by their best."""
+
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount per trained token, of the outcome's reward and of the KL in the reward: `advantage: gae` and `reinforce`."""
+
+    gae_lambda: float = Field(default=1.0, ge=0.0, le=1.0)
+    """`advantage: gae`: 1 is the whole return minus the value, 0 trusts the value of the next token."""
+
+    value_head: ValueHeadConfig | None = None
+    """The value head that `advantage: gae` needs, and nothing else uses."""
+
+    distillation: DistillationConfig | None = None
+    """On-policy distillation from a teacher; left out, there is none."""
+
+    batch_normalize_advantages: bool = False
+    """Normalise advantages to mean 0, std 1 over the trained tokens of the global batch (REINFORCE++)."""
+
+    normalize_deviation: Literal["population", "sample"] = "population"
+    """Which deviation `batch_normalize_advantages` divides by: over n tokens, or over n - 1."""
+
+    @model_validator(mode="after")
+    def _check_credit(self) -> CreditConfig:
+        if self.advantage == "gae" and self.value_head is None:
+            raise ValueError("advantage: gae needs a value head: write value_head: {} for its defaults")
+        if self.advantage != "gae" and self.value_head is not None:
+            raise ValueError(
+                f"value_head is set, but advantage: {self.advantage} uses no values: write advantage: gae, or leave "
+                "value_head out"
+            )
+        if self.advantage != "gae" and self.gae_lambda != 1.0:
+            raise ValueError(
+                f"gae_lambda {self.gae_lambda:g} is for advantage: gae, not {self.advantage}: leave it out"
+            )
+        if self.advantage not in ("gae", "reinforce") and self.gamma != 1.0:
+            raise ValueError(
+                f"gamma {self.gamma:g} needs advantage: gae or reinforce: {self.advantage} compares whole rollouts"
+            )
+        if (self.advantage == "pass_at_k") != (self.pass_k is not None):
+            raise ValueError("advantage: pass_at_k and pass_k belong together: write both, or neither")
+        if self.advantage != "grpo" and self.deviation != "group":
+            raise ValueError(
+                f"deviation: batch is for advantage: grpo; {self.advantage} divides by no deviation of rewards"
+            )
+        if self.normalize_deviation != "population" and not self.batch_normalize_advantages:
+            raise ValueError("normalize_deviation needs batch_normalize_advantages: true: leave it out")
+        return self
+
+    @property
+    def gives_tokens_their_own(self) -> bool:
+        """Whether the tokens of a sequence have different advantages before a teacher is asked."""
+        return self.advantage == "gae" or self.gamma != 1.0

@@ -1,0 +1,39 @@
+"""What `millrace check` says of a teacher, from the files of two model directories alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.cli.model_files import model_problems
+from tests.unit.trainer_service.building import recipe, save_model
+
+WHERE = "policies.model0.algorithm.distillation.teacher"
+
+
+def taught(model: Path, teacher: Path | str) -> Any:
+    return recipe(
+        model,
+        algorithm={"name": "reinforce", "distillation": {"teacher": str(teacher)}},
+        batch={"dynamic_sampling": False},
+    )
+
+
+def test_a_teacher_that_shares_the_tokenizer_is_accepted_and_a_hub_name_is_taken_as_it_is(tmp_path: Path) -> None:
+    student = save_model(tmp_path / "student")
+    assert model_problems(taught(student, save_model(tmp_path / "teacher", seed=1))) == []
+    assert model_problems(taught(student, "org/teacher-8B")) == []
+
+
+def test_a_teacher_with_another_vocabulary_is_told_with_sizes_and_tokens(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", vocabulary=29)
+    (problem,) = model_problems(taught(student, teacher))
+    assert problem.startswith(f"{WHERE}: vocabulary does not match {student}: 31 tokens here, 29 there, 2 differ")
+    assert "'w16' is 29 here and missing there" in problem
+
+
+def test_a_broken_directory_of_a_teacher_is_told_with_its_key(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher")
+    (teacher / "config.json").unlink()
+    assert [problem.split(": ")[0] for problem in model_problems(taught(student, teacher))] == [WHERE]
+    assert "no directory" in model_problems(taught(student, tmp_path / "nowhere"))[0]

@@ -1,0 +1,139 @@
+"""On-policy distillation in the training step, and which teachers are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from services.common.config.optimizer import OptimizerConfig
+from services.common.config.policy import PolicyConfig
+from services.common.errors import ConfigError, ModelMismatchError
+from services.trainer.metrics import Sums
+from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.setup import build_step
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer_service.building import recipe, save_model
+
+
+def distilled(name: str = "reinforce", **settings: Any) -> Any:
+    return algorithm(name, distillation={"teacher": "the-teacher", **settings})
+
+
+def packed(step: TrainStep, count: int = 8) -> list[MicroTensors]:
+    return [m for part in step._pack(rank_batch(training_sequences(count)), Sums(torch.device("cpu"))) for m in part]
+
+
+def gap_to_teacher(step: TrainStep) -> float:
+    """Mean |log p of the teacher - log p of the student| over the trained tokens."""
+    gaps = []
+    with torch.no_grad():
+        for batch in packed(step):
+            assert batch.teacher is not None
+            gaps.append((batch.teacher - forward(step.model, batch, 1.0)[0]).abs())
+    return float(torch.cat(gaps).mean())
+
+
+def test_the_student_comes_to_find_its_tokens_as_likely_as_the_teacher_does() -> None:
+    step = train_step(distilled(), teacher=tiny_causal_lm(seed=1), optimizer=OptimizerConfig(lr=5e-3))
+    before = gap_to_teacher(step)
+    for _ in range(40):
+        step.run(rank_batch(training_sequences(8)))
+    assert gap_to_teacher(step) < 0.3 * before
+
+
+def test_the_teachers_log_probabilities_are_those_of_its_own_forward_pass_at_the_sampling_temperature() -> None:
+    teacher = tiny_causal_lm(seed=1)
+    step = train_step(distilled(), teacher=tiny_causal_lm(seed=1), temperature=0.7, max_tokens=4096)
+    (batch,) = packed(step)
+    expected = []
+    for item in sorted(training_sequences(8), key=lambda s: -s.sequence.num_tokens):
+        ids = torch.as_tensor(item.sequence.token_ids, dtype=torch.int64)
+        with torch.no_grad():
+            log_p = (teacher(input_ids=ids[None]).logits[0] / 0.7).log_softmax(-1)
+        start = 0
+        for segment in item.sequence.segments:
+            own = range(start, start + segment.num_tokens)
+            expected += [float(log_p[t - 1, ids[t]]) for t in own] if segment.is_policy else []
+            start += segment.num_tokens
+    assert batch.teacher is not None
+    assert batch.teacher.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing_and_rewards_say_nothing() -> None:
+    metrics = train_step(distilled(), teacher=tiny_causal_lm()).run(rank_batch(training_sequences(8)))
+    assert metrics.grad_norm < 1e-5
+    mixed = train_step(distilled(task_coefficient=1.0), teacher=tiny_causal_lm())
+    assert mixed.run(rank_batch(training_sequences(8))).grad_norm > 1e-2
+
+
+def test_the_behaviour_policy_as_student_is_compared_as_it_was_recorded() -> None:
+    """By a plain loss: the gradient is that of -(teacher - b) l per trained token."""
+    step = train_step(distilled(student="behaviour", coefficient=0.5), teacher=tiny_causal_lm(seed=1))
+    plain = train_step(algorithm("reinforce"))
+    total = torch.zeros(())
+    batches = packed(step)
+    for batch in batches:
+        assert batch.teacher is not None
+        total = total - (0.5 * (batch.teacher - batch.behaviour) * forward(plain.model, batch, 1.0)[0]).sum()
+    (total / sum(b.num_targets for b in batches)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.model.parameters() if p.grad is not None])
+    metrics = step.run(rank_batch(training_sequences(8)))
+    assert metrics.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    gaps = torch.cat([b.behaviour - b.teacher for b in batches if b.teacher is not None])
+    assert metrics.algorithm["distillation_kl"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+
+
+def test_the_teacher_stays_as_it_was() -> None:
+    step = train_step(distilled(), teacher=tiny_causal_lm(seed=1))
+    step.run(rank_batch(training_sequences(8)))
+    teacher = step._credit_models.teacher
+    assert teacher is not None
+    for (name, found), (_, expected) in zip(
+        teacher.causal_lm.named_parameters(), tiny_causal_lm(seed=1).named_parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+
+
+def test_groups_of_equal_rewards_teach_too() -> None:
+    equal = [dataclasses.replace(s, group_mean=s.sequence.reward, group_std=0.0) for s in training_sequences(4)]
+    assert train_step(distilled(), teacher=tiny_causal_lm(seed=1)).run(rank_batch(equal)).grad_norm > 1e-2
+    with pytest.raises(ValidationError, match=r"set batch\.dynamic_sampling to false"):
+        PolicyConfig(algorithm=distilled())
+
+
+def test_a_step_refuses_distillation_without_a_teacher_and_the_reverse() -> None:
+    with pytest.raises(ConfigError, match="teacher"):
+        train_step(distilled())
+    with pytest.raises(ConfigError, match="teacher"):
+        train_step(algorithm("reinforce"), teacher=tiny_causal_lm(seed=1))
+
+
+def taught(model: Path, teacher: Path) -> Any:
+    return recipe(
+        model,
+        algorithm={"name": "reinforce", "distillation": {"teacher": str(teacher)}},
+        batch={"dynamic_sampling": False},
+    )
+
+
+def test_a_recipe_loads_its_teacher_beside_the_policy(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", seed=1)
+    run = taught(student, teacher)
+    step, _ = build_step(run, "model0", str(student), Ranks.single())
+    assert step.run(rank_batch(training_sequences(8))).algorithm["distillation_kl"] != 0.0
+    assert not any(p.requires_grad for p in step._credit_models.teacher.parameters())  # type: ignore[union-attr]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_with_the_tokens_that_differ(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", vocabulary=29)
+    with pytest.raises(ModelMismatchError) as caught:
+        build_step(taught(student, teacher), "model0", str(student), Ranks.single())
+    assert f"the teacher {teacher}: 31 tokens here, 29 there, 2 differ" in caught.value.message
+    assert "'w16' is 29 here and missing there" in caught.value.message
