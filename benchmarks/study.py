@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Sequence as Seq
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import transformers
 from _report import report_facts
 from _study_cells import LOSSES, ROOT, Cell, Results, Study, measure
 from _study_report import (
@@ -130,7 +130,7 @@ def main() -> None:
         "--cache", type=Path, default=ROOT / "runs" / "study", help="where starting checkpoints are kept"
     )
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    transformers.utils.logging.disable_progress_bar()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     parts = [options.part] if options.part else list(PARTS)
     study = QUICK if options.quick else Study()

@@ -19,6 +19,7 @@ from services.inference.workflows.base import Outcome, WorkflowContext
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
 
+import _run_all  # type: ignore[import-not-found]  # noqa: E402
 import _study_cells  # type: ignore[import-not-found]  # noqa: E402
 import _study_report  # type: ignore[import-not-found]  # noqa: E402
 import _virtual_player  # type: ignore[import-not-found]  # noqa: E402
@@ -232,6 +233,15 @@ def test_a_cell_is_measured_and_its_tables_and_pictures_are_written(cache: Path,
     row = json.loads((tmp_path / "study.jsonl").read_text().splitlines()[0])
     assert len(row["curve"]) == asked.steps + 1 and 0.0 <= row["greedy"] <= 1.0
     assert _study_cells.Results(tmp_path / "study.jsonl", asked).rows("late") == results.rows("late")
+
+
+@pytest.mark.slow
+def test_the_quick_study_measures_both_parts_and_ends_with_its_result(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _run_all.run_all([BENCHMARKS / "study.py"], ["--quick"], limit_s=540.0) == {}
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith('{"name": "study"'))
+    said = json.loads(line)
+    assert said["measured"] == 8 and said["left_out"] == {}
+    assert set(said["losses"]) == {"m2po/2", "grpo/2"} and set(said["late"]) == {"keep/2", "drop/2"}
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
