@@ -29,7 +29,7 @@ EPS_UNDER_THE_ROOT = (
     "verl adds 1e-8 to the variance, here eps is added to the deviation: it shows where rewards hardly spread"
 )
 UNCAPPED = "AReaL's penalty goes on growing beyond max_tokens, here it ends at factor, as in DAPO's paper"
-STUDENT = "prime-rl drops tokens whose probability fell and adds (l - b)^2 to the loss, which is the policy loss's affair here"
+FALLEN = "prime-rl drops a token whose probability fell although the teacher wants it back, dppo goes by the advantage's sign"
 
 
 def stamped(case: Case) -> list[TrainingSequence]:
@@ -170,8 +170,23 @@ def distillation(case: Case) -> Answer:
         return compared(
             case, run_loss(case, section(case, "reinforce", distillation={**teacher, "student": "behaviour"}))
         )
-    answer = compared(case, run_loss(case, section(case, "cispo", distillation=teacher)))
-    return Answer(outputs=answer.outputs, by_design=STUDENT)
+    config = section(
+        case,
+        "dppo",
+        probability_low=case.settings["probability_drop_limit"],
+        probability_high=1.0,
+        behaviour_penalty=case.settings["kl_tau"],
+        distillation=teacher,
+    )
+    found = compared(case, run_loss(case, config)).outputs
+    tokens = Tokens.of(case)
+    logprobs, behaviour = tokens.input("logprobs"), tokens.input("behaviour")
+    fallen = behaviour.exp() - logprobs.exp() > case.settings["probability_drop_limit"]
+    liked = fallen & (tokens.input("reference") > logprobs)
+    gradients = {"gradient": found["gradient"]}
+    if not liked.any():
+        return Answer(outputs=found)
+    return Answer(outputs=found, by_design=differing(case, gradients, tokens.index[liked].tolist(), FALLEN).by_design)
 
 
 ADAPTERS: dict[str, Adapter] = {

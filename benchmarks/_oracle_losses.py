@@ -62,11 +62,9 @@ def aggregation(case: Case) -> Answer:
         return compared(case, run_loss(case, section(case, "ppo_clip", **clip(case))))
     tokens = Tokens.of(case)
     values = tokens.input("per_token_loss").requires_grad_()
-    everything = torch.ones_like(values, dtype=torch.bool)
     loss = aggregate(
         values,
-        everything,
-        everything,
+        torch.ones_like(values, dtype=torch.bool),
         tokens.sequence,
         tokens.num_sequences,
         MinibatchTotals(num_sequences=tokens.num_sequences, num_trained_tokens=len(values)),
@@ -215,7 +213,7 @@ def rejection(case: Case) -> Answer:
         "decoupled_ppo",
         **clip(case),
         importance_level=level,
-        importance_cap=NO_CAP,
+        importance_cap=None if is_verl else NO_CAP,
         rejection=_verl_criteria(case) if is_verl else [_areal_criterion(case)],
         rejection_denominator="kept" if is_verl else "all",
     )

@@ -85,15 +85,9 @@ def run_loss(case: Case, config: AlgorithmConfig, *, parts: int = 1) -> LossOnCa
     for i, (own, batch) in enumerate(zip(chosen, batches, strict=True)):
         given = context.tokens(i, batch, logprobs[own], proximal[own])
         found = algorithm.loss(given, config)
-        total = total + aggregate(
-            found.per_token,
-            given.mask,
-            context.counted[i],
-            batch.sequence_index,
-            batch.num_sequences,
-            context.totals,
-            config,
-        )
+        axes = (batch.sequence_index, batch.num_sequences)
+        share = aggregate(found.per_token, given.mask, *axes, context.totals, config, counted=context.counted[i])
+        total = total + share
         per_token[own], kept[own] = found.per_token.detach(), given.mask.double()
         for name, count in found.counts.items():
             counts[name] = counts.get(name, 0) + int(count)

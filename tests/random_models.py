@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from services.common.kept_tokens import unpack
 from services.common.types import Sampling, Segment
 from services.inference.engine.base import Generation, GenerationRequest
 
@@ -87,6 +88,17 @@ def reference_logprobs(model: Any, token_ids: list[int], first: int, *, temperat
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0, first - 1 : -1].float()
     return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def kept_sets(generation: Generation) -> list[set[int]]:
+    """What could be drawn for each token, as the engine tells it."""
+    found = []
+    for segment in generation.segments:
+        sets = unpack(segment.kept, segment.token_ids)
+        for token in range(sets.num_tokens):
+            ids = set(sets.ids[sets.rows == token].tolist())
+            found.append(set(range(VOCAB)) - ids if sets.left_out[token] else ids)
+    return found
 
 
 def max_gap(model: Any, prompt: list[int], generation: Generation, segment: Segment, temperature: float = 1.0) -> float:

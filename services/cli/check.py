@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -25,24 +26,31 @@ from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
 from services.common.importing import check_can_be_loaded, load_object
 
+if TYPE_CHECKING:
+    from services.orchestrator.datasets import TaskSource
+
 
 def check_recipe(recipe: Recipe) -> list[str]:
-    """What is worth knowing of data that is here: rows that are left out, a line for each dataset.
+    """What is worth knowing of data that is here, a line for each dataset: rows that are left out, and evaluation tasks that
+    stand in the training data.
 
     Raises:
         ConfigError: one line per problem: what is wrong, where, and what to write.
     """
     left_out: list[str] = []
-    named = _named_problems(recipe, left_out)
+    sources: dict[str, TaskSource] = {}
+    named = _named_problems(recipe, left_out, sources)
     found = [*ports_in_use(recipe), *misfits(recipe), *model_problems(recipe), *index_problems(recipe)]
     _refuse(recipe, [*found, *named])
-    return left_out
+    from services.cli.overlap import overlap_lines
+
+    return [*left_out, *overlap_lines(recipe, sources)]
 
 
 def check_named(recipe: Recipe) -> None:
     """Of ``check_recipe`` the data, the workflow with its settings, and the starting checkpoints' functions: what `millrace run`
     would else find out when processes run, minutes later."""
-    _refuse(recipe, _named_problems(recipe, []))
+    _refuse(recipe, _named_problems(recipe, [], {}))
 
 
 def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
@@ -51,11 +59,11 @@ def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
         raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
 
 
-def _named_problems(recipe: Recipe, left_out: list[str]) -> list[str]:
-    """The problems; what is left out of datasets is added to ``left_out``."""
+def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]) -> list[str]:
+    """The problems; what is left out of datasets is added to ``left_out``, and those that are here to ``sources``."""
     problems = []
     checks: list[Callable[[], object]] = [
-        *(partial(_check_data, recipe, where, left_out) for where in recipe.data.sections()),
+        *(partial(_check_data, recipe, where, left_out, sources) for where in recipe.data.sections()),
         lambda: _check_workflow(recipe),
         lambda: _check_warm_start(recipe),
         lambda: _check_losses(recipe),
@@ -126,7 +134,7 @@ def _memory(recipe: Recipe) -> list[RenderableType]:
     return [table]
 
 
-def _check_data(recipe: Recipe, where: str, left_out: list[str]) -> None:
+def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[str, TaskSource]) -> None:
     config = recipe.data.sections()[where]
     if config.generator is None and config.path is not None and not Path(config.path).exists():
         if Path(config.path).suffix in (".jsonl", ".json", ".ndjson", ".parquet") or config.path.startswith(("/", ".")):
@@ -144,9 +152,10 @@ def _check_data(recipe: Recipe, where: str, left_out: list[str]) -> None:
                 return  # what a machine lacks is no fault of the recipe: told by `describe`, refused by `run`
             if is_fetched(config.name):
                 return  # on first use
-        tasks = open_source(config, config.seed, requirement(recipe, where))
+        tasks = open_source(config, recipe.data.seed_of(where, recipe.run.seed), requirement(recipe, where))
     except MillraceError as error:
         raise ConfigError(f"{where}: {error.message}") from None
+    sources[where] = tasks
     if tasks.left_out.count:
         left_out.append(
             f"{where}: {tasks.left_out.count} of {len(tasks) + tasks.left_out.count} rows cannot be used and are left out: "

@@ -7,6 +7,7 @@ and ``summary.json`` in a run directory of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,15 @@ from rich.table import Table
 
 from services.cli import drawing
 from services.cli.run_state import check_run_directory
+from services.cli.units import format_change
 from services.common.config.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.orchestrator.evaluation import kind_of
+from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.scores import compared, overall_difference
 
 
 def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
@@ -78,10 +85,58 @@ def _checked(path: str) -> str:
     return path
 
 
+def comparable(run_dir: Path) -> dict[str, EvaluationResult]:
+    """The newest evaluation of each kind in a run, by what kind it is.
+
+    Raises:
+        ConfigError: it is no run directory, or its run has not finished an evaluation.
+    """
+    check_run_directory(run_dir)
+    if not (run_dir / "journal").is_dir():
+        raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
+    reader = JournalReader(run_dir / "journal")
+    try:
+        rows = [record for row in reader.rows_of(records.EVALUATION) if (record := reader.load(row)) is not None]
+    finally:
+        reader.close()
+    if not rows:
+        raise ConfigError(f"{run_dir} has no finished evaluation to compare with")
+    return {kind_of(result.name): result for result in map(records.evaluation_from_json, rows)}
+
+
+def compare(
+    evaluations: Mapping[str, dict[str, Any]],
+    found: Mapping[str, EvaluationResult],
+    base: Mapping[str, EvaluationResult],
+    run: str,
+) -> list[str]:
+    """Write how ``found`` differs from ``base``, the evaluations of ``run``, into the results of ``summary.json``; what
+    cannot be compared, and why."""
+    left: list[str] = []
+    for name, values in evaluations.items():
+        kind = kind_of(name)
+        if kind not in base:
+            left.append(f"{kind}: there is only {', '.join(base)}")
+            continue
+        scores = compared(base[kind].datasets, found[kind].datasets)
+        left += [
+            f"{kind} {score.name}: its tasks are others, or it has one alone"
+            for score in scores
+            if score.difference is None
+        ]
+        overall = overall_difference(base[kind].datasets, found[kind].datasets)
+        values["compared_with"], values["difference"] = f"{run} {base[kind].name}", overall and asdict(overall)
+        for one, score in zip(values["datasets"], scores, strict=True):
+            one["difference"] = score.difference and asdict(score.difference)
+    return left
+
+
 def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Results of ``summary.json`` by pass and dataset."""
+    """Results of ``summary.json`` by pass and dataset, in hundredths; with the change where they were compared."""
     table = Table(box=None, header_style="dim")
-    for column in ("sampling", "dataset", "avg@k", "95%", "pass@k", "tasks", "failed"):
+    was_compared = any(result.get("compared_with") for result in evaluations.values())
+    change = ("change (95%)",) if was_compared else ()
+    for column in ("sampling", "dataset", "avg@k", "95%", *change, "pass@k", "tasks", "failed"):
         table.add_column(column, justify="left" if column in ("sampling", "dataset", "pass@k") else "right")
     for name, result in evaluations.items():
         label = name.partition("/")[2]
@@ -90,14 +145,22 @@ def scores_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
             table.add_row(
                 *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})"),
                 f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}",
+                *([_change(found["difference"])] if was_compared else []),
                 "  ".join(f"@{k} {100 * share['value']:.1f}" for k, share in found["pass_at"].items()),
                 *(str(found["num_items"]), str(len(found["failed"]))),
             )
             label = ""
         if len(result["datasets"]) > 1:
             total = sum(found["num_items"] for found in result["datasets"])
-            table.add_row("", "overall", f"{100 * result['mean_reward']:.1f}", "", "", str(total), "")
+            change = (_change(result["difference"]),) if was_compared else ()
+            table.add_row("", "overall", f"{100 * result['mean_reward']:.1f}", "", *change, "", str(total), "")
     return table
+
+
+def _change(difference: Mapping[str, float] | None) -> str:
+    if difference is None:
+        return ""
+    return format_change(100 * difference["value"], 100 * difference["low"], 100 * difference["high"], digits=1)
 
 
 def failed_items(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -111,10 +174,15 @@ def failed_items(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot_scores(evaluations: Mapping[str, Mapping[str, Any]], title: str, output: Path) -> Path:
-    """A bar for each dataset and pass, with its 95% interval."""
+    """A bar for each dataset and pass, with its 95% interval; beside it the changes where they were compared."""
     names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
     pyplot = drawing.pyplot()
-    figure, ax = pyplot.subplots(figsize=(max(5.0, 1.6 * len(names) + 2), 4), layout="constrained")
+    was_compared = any(result.get("compared_with") for result in evaluations.values())
+    wide = max(5.0, 1.6 * len(names) + 2)
+    figure, axes = pyplot.subplots(
+        1, 1 + was_compared, figsize=(wide * (1 + was_compared), 4), layout="constrained", squeeze=False, sharex=True
+    )
+    ax = axes[0, 0]
     width = 0.8 / max(1, len(evaluations))
     for number, (name, result) in enumerate(evaluations.items()):
         scores = {found["name"]: found["mean_reward"] for found in result["datasets"]}
@@ -124,12 +192,34 @@ def plot_scores(evaluations: Mapping[str, Mapping[str, Any]], title: str, output
         above = [100 * (score["high"] - score["value"]) for score in scores.values()]
         bars = ax.bar(places, values, width * 0.92, yerr=[below, above], capsize=3, label=name.partition("/")[2])
         ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
+        if was_compared:
+            _draw_changes(axes[0, 1], result["datasets"], places, f"C{number}")
     ax.set_xticks(range(len(names)), names)
     ax.set_ylabel("avg@k (95%)")
     ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
     ax.set_title(title, fontsize=11)
+    if was_compared:
+        with_run = [result["compared_with"] for result in evaluations.values() if result.get("compared_with")]
+        against = with_run[0].rpartition(" ")[0]
+        axes[0, 1].axhline(0.0, color="grey", linewidth=0.8)
+        axes[0, 1].set_title(f"change from {against}, paired by tasks (95%)", fontsize=11)
     ax.legend(fontsize=8, loc="lower right")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     pyplot.close(figure)
     return output
+
+
+def _draw_changes(ax: Any, datasets: Sequence[Mapping[str, Any]], places: Sequence[float], color: str) -> None:
+    for place, found in zip(places, datasets, strict=True):
+        if change := found["difference"]:
+            below, above = change["value"] - change["low"], change["high"] - change["value"]
+            ends = [[100 * below], [100 * above]]
+            ax.errorbar([place], [100 * change["value"]], yerr=ends, fmt="o", capsize=4, color=color)
+            ax.annotate(
+                f"{100 * change['value']:+.1f}",
+                (place, 100 * change["value"]),
+                (6, 0),
+                textcoords="offset points",
+                fontsize=8,
+            )

@@ -1,6 +1,7 @@
 """``millrace plot``: what happened in one run, or in several on one picture.
 
-Reads ``metrics/orchestrator.jsonl`` of each run directory, so it also works while a run is going and after it.
+Reads ``metrics/orchestrator.jsonl`` of each run directory, so it also works while a run is going and after it. One run
+alone also shows what became of its rollouts, from its journal.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from services.cli import drawing
+from services.cli.fate.picture import draw_fates
+from services.cli.fate.reading import Fates, read_fates
 from services.cli.rows import Row, read_metrics
+from services.orchestrator.journal.index import INDEX_FILE
 
 Points = list[tuple[float, float]]
 
@@ -30,20 +34,36 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
     runs = {run_dir.name: read_metrics(run_dir) for run_dir in run_dirs}
     if not any(training_steps(rows) for rows in runs.values()):
         return None
+    fates = _fates(run_dirs)
+    num_policies = 0 if fates is None else len(fates.policies)
     pyplot = drawing.pyplot()
     with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
+        figure = pyplot.figure(figsize=(14, 7 + 3.2 * num_policies), layout="constrained")
+        # Of their own: the legends of fates stand beside their bars, and would move the columns above apart.
+        above, *below = figure.subfigures(
+            1 + num_policies, 1, height_ratios=[7.0, *[3.2] * num_policies], squeeze=False
+        ).ravel()
+        axes = above.subplots(2, 3)
         for index, (name, rows) in enumerate(runs.items()):
             _draw_run(axes, name, rows, color=f"C{index}", alone=len(runs) == 1)
         for ax in axes.flat:
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
             if ax.get_legend_handles_labels()[0]:
                 ax.legend(fontsize=8)
-        figure.suptitle(", ".join(runs), fontsize=12)
+        if fates is not None:
+            draw_fates([part.subplots(1, 2, width_ratios=[2.4, 1.0]) for part in below], fates)
+        above.suptitle(", ".join(runs), fontsize=12)
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=110)
         pyplot.close(figure)
     return output
+
+
+def _fates(run_dirs: Sequence[Path]) -> Fates | None:
+    """Of one run alone that has a journal; several would need a picture each."""
+    if len(run_dirs) != 1 or not (run_dirs[0] / "journal" / INDEX_FILE).is_file():
+        return None
+    return read_fates(run_dirs[0])
 
 
 _STYLE: dict[str, Any] = {
@@ -78,15 +98,15 @@ def _draw_policy(axes: Any, steps: list[Row], *, label: str, color: str, style: 
     def line(place: tuple[int, int], title: str, key: str, what: str = "", style: str = style) -> None:
         _line(axes[place], title, "training step", _series(steps, key), f"{label} {what}".rstrip(), color, style)
 
-    line((0, 0), "reward", "reward_mean", "train")
+    line((0, 0), "reward", "rollout_reward_mean", "rollouts")
     for number, role in enumerate(roles):
-        line((0, 0), "reward", role, role.removeprefix("reward/"), (":", "-.", "--")[number % 3])
+        line((0, 0), "reward", role, role.removeprefix("rollout_reward/"), (":", "-.", "--")[number % 3])
     line((0, 1), "response length (tokens)", "response_tokens_mean")
     line((0, 2), "staleness (versions)", "staleness_mean", "mean")
     line((0, 2), "staleness (versions)", "staleness_max", "max", ":")
     mismatch = "engine–trainer mismatch, mean |ℓ − b|"
     line((1, 2), mismatch, "trainer/mismatch_abs", "all tokens")
-    line((1, 2), mismatch, "trainer/mismatch_fresh_abs", "newest version only", ":")
+    line((1, 2), mismatch, "trainer/mismatch_fresh_abs", "fresh tokens only", ":")
 
 
 def _draw_throughput(axes: Any, rows: list[Row], prefix: str, color: str, color_of_replicas: str) -> None:
@@ -103,23 +123,32 @@ def _draw_throughput(axes: Any, rows: list[Row], prefix: str, color: str, color_
 
 def _roles(steps: list[Row]) -> list[str]:
     """Keys of the rewards by role and attempt."""
-    return sorted({key for row in steps for key in row if key.startswith("reward/")})
+    return sorted({key for row in steps for key in row if key.startswith("rollout_reward/")})
 
 
 def _draw_evaluations(ax: Any, name: str, rows: list[Row], color: str, alone: bool) -> None:
-    """Evaluations as markers at the version that they measured, one line per sampling."""
-    by_sampling: dict[str, Points] = defaultdict(list)
+    """Evaluations as markers at the version that they measured, one line per sampling; bars are the 95% interval of their
+    change from the first, paired by tasks."""
+    by_sampling: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "evaluation" and row["versions"]:
-            by_sampling[row["name"].partition("/")[2]].append((max(row["versions"].values()), row["mean_reward"]))
-    for number, (sampling, points) in enumerate(sorted(by_sampling.items())):
-        points.sort()
-        ax.plot(
-            *([p[0] for p in points], [p[1] for p in points]),
+            by_sampling[row["name"].partition("/")[2]].append(row)
+    for number, (sampling, found) in enumerate(sorted(by_sampling.items())):
+        found.sort(key=lambda row: max(row["versions"].values()))
+        changes = [row.get("difference") or dict.fromkeys(("value", "low", "high"), 0.0) for row in found]
+        has_bars = any(row.get("difference") for row in found)
+        ax.errorbar(
+            [max(row["versions"].values()) for row in found],
+            [row["mean_reward"] for row in found],
+            yerr=[[c["value"] - c["low"] for c in changes], [c["high"] - c["value"] for c in changes]]
+            if has_bars
+            else None,
+            capsize=3,
+            elinewidth=1,
             marker="os^D"[number % 4],
             linestyle=":",
             color=f"C{number + 1}" if alone else color,
-            label=f"{'' if alone else name + ' '}evaluation {sampling}",
+            label=f"{'' if alone else name + ' '}evaluation {sampling}{', 95% of the change' if has_bars else ''}",
         )
 
 

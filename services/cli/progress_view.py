@@ -14,6 +14,7 @@ from rich.text import Text
 
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
+from services.cli.units import format_change
 from services.common.pb import run_pb2
 
 STATE_WORDS = {
@@ -58,7 +59,7 @@ def stall_words(stall: run_pb2.Stall) -> str:
 
 def _policies(progress: run_pb2.RunProgress) -> Table:
     table = Table(box=None, pad_edge=True, header_style="dim")
-    for column in ("policy", "step", "", "reward", "staleness", "buffered", "expected", "trainer"):
+    for column in ("policy", "step", "", "rollout reward", "staleness", "buffered", "expected", "trainer"):
         # Words are kept whole; the bar, which has no name, gives way.
         left = column in ("policy", "trainer", "")
         table.add_column(column, justify="left" if left else "right", no_wrap=column != "")
@@ -67,7 +68,7 @@ def _policies(progress: run_pb2.RunProgress) -> Table:
             policy.policy,
             f"{max(0, policy.version)}/{policy.num_steps}",
             ProgressBar(total=policy.num_steps, completed=max(0, policy.version), width=24),
-            f"{policy.reward_mean:.3f}",
+            _reward(policy),
             f"≤ {policy.staleness_max}",
             str(policy.num_buffered),
             str(policy.num_expected),
@@ -92,11 +93,11 @@ def _replicas(progress: run_pb2.RunProgress) -> Table:
 
 
 def evaluations_table(progress: run_pb2.RunProgress) -> FittingTable:
-    """Evaluations finished so far."""
+    """Evaluations finished so far; ``change`` is that from the run's first of the same kind, paired by tasks."""
     table = FittingTable(
         [
             *(Column("evaluation"), Column("versions", spare=2), Column("dataset"), Column("reward", "right")),
-            *(Column("95%", "right"), Column("pass@k", spare=1)),
+            *(Column("95%", "right"), Column("change (95%)", "right"), Column("pass@k", spare=1)),
             *(Column("trajectories", "right", 3), Column("failed", "right")),
         ],
         box=None,
@@ -105,17 +106,24 @@ def evaluations_table(progress: run_pb2.RunProgress) -> FittingTable:
         name, versions = result.name, _versions(result)
         if len(result.datasets) > 1:
             counts = (str(result.num_trajectories), str(result.num_failed))
-            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", "", *counts)
+            change = _change(result.difference if result.HasField("difference") else None)
+            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", change, "", *counts)
             name = versions = ""
         for found in result.datasets:
             reward = found.mean_reward
             table.add_row(
                 *(name, versions, found.name, f"{reward.value:.3f}", f"{reward.low:.3f}-{reward.high:.3f}"),
+                _change(found.difference if found.HasField("difference") else None),
                 "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
                 *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
             )
             name = versions = ""
     return table
+
+
+def _change(difference: run_pb2.Estimate | None) -> str:
+    """From the first evaluation of the same kind, paired by tasks."""
+    return "" if difference is None else format_change(difference.value, difference.low, difference.high)
 
 
 def _versions(result: run_pb2.EvaluationResult) -> str:
@@ -190,7 +198,9 @@ class ProgressView:
             return
         self._stalls.tell(progress.stalls)
         for result in progress.evaluations[self._num_evaluations :]:
-            self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}")
+            change = _change(result.difference if result.HasField("difference") else None)
+            told = f", change {change} since {result.compared_with}" if change else ""
+            self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}")
         self._num_evaluations = len(progress.evaluations)
         if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
@@ -204,4 +214,10 @@ class ProgressView:
 def _line(policy: run_pb2.PolicyProgress) -> str:
     # Only what changes with a step: one line per step, not one per poll.
     step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
-    return f"{step} reward {policy.reward_mean:.3f} staleness ≤ {policy.staleness_max}"
+    return f"{step} rollout reward {_reward(policy)} staleness ≤ {policy.staleness_max}"
+
+
+def _reward(policy: run_pb2.PolicyProgress) -> str:
+    """Of rollouts that finished since the batch before, raw; a dash where none did."""
+    mean = policy.metrics.get("rollout_reward_mean")
+    return "-" if mean is None else f"{mean:.3f}"

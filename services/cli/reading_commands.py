@@ -30,7 +30,7 @@ def plot(
         ),
     ] = None,
 ) -> None:
-    """Draw rewards, response length, staleness, throughput and idle shares into a PNG."""
+    """Draw rewards, response length, staleness, throughput, idle shares and (of one run) fates of rollouts into a PNG."""
     from services.cli.plot import plot_runs
     from services.common.errors import ConfigError
 
@@ -108,6 +108,35 @@ def trace(
         list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
     else:
         show_group(run, group, console, phases=phases, output=output, as_json=as_json)
+
+
+@reading_app.command()
+def fate(
+    run: RunArgument,
+    policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only what was issued while the policy was at this training step.", min=1)
+    ] = None,
+    last: Annotated[int, typer.Option(help="How many steps to list, counted from the newest.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Where the rollouts of a run went: how much was trained, masked, dropped and why, lost, or is still in flight.
+
+    Every task group, rollout, sequence and sampled token has one fate; they are added up and checked against what was
+    issued. *dropped: equal rewards* is `batch.dynamic_sampling`; *too old* is `batch.late` and `batch.max_staleness`;
+    *timed out* is `rollout.timeout_s`. A step is the one that the policy was at when the task group was issued. The table
+    of lengths tells whether long responses are trained as often as short ones: a length bias of 1 is none.
+
+    Needs the run directory alone: while the run goes on, after it, and after any of its processes was killed. Evaluations
+    are left out. `millrace trace RUN GROUP` follows a single task group; `millrace plot` draws the same shares.
+
+        millrace fate RUN
+        millrace fate RUN --step 40
+        millrace fate RUN --json | jq '.policies.model0.lengths'
+    """
+    from services.cli.fate.command import tell_fates
+
+    tell_fates(run, console, policy=policy, step=step, last=last, as_object=as_json)
 
 
 @reading_app.command()

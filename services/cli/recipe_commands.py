@@ -77,6 +77,7 @@ def run(
     if outcome.picture:
         console.print(f"picture: {outcome.picture}", highlight=False, soft_wrap=True)
     console.print(f"read what it wrote: millrace trajectories {run_dir}", highlight=False, soft_wrap=True)
+    console.print(f"see where its rollouts went: millrace fate {run_dir}", highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     else:
@@ -119,6 +120,13 @@ def evaluate(
             "what the recipe starts from."
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Also tell the change from the newest evaluation of this run or `eval`, paired by tasks, with its interval.",
+        ),
+    ] = None,
     set_: SetOption = None,
     profile: ProfileOption = None,
     as_json: JsonOption = False,
@@ -129,7 +137,7 @@ def evaluate(
     tasks count as wrong and are listed.
     """
     from services.cli.drawing import drawn
-    from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+    from services.cli.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
     from services.cli.launch_checks import check_launch
     from services.cli.profiles import load_with_profile
     from services.cli.run import run as run_recipe
@@ -137,12 +145,16 @@ def evaluate(
 
     resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
     check_launch(resolved)
+    base = comparable(against) if against is not None else None
     resolved, run_dir = prepare(resolved)
     console.print(f"[bold]{resolved.name}[/bold]\nrun directory: {run_dir}", highlight=False)
     for name, policy in resolved.policies.items():
         console.print(f"  {name}: {policy.model.path or 'made by the recipe'}", highlight=False, soft_wrap=True)
     outcome = run_recipe(resolved, run_dir, console)
     evaluations = outcome.summary["evaluations"]
+    if base is not None and against is not None:
+        for line in compare(evaluations, comparable(run_dir), base, against.name):
+            console.print(f"not compared with {against}: {line}", style="yellow", soft_wrap=True, markup=False)
     console.print(scores_table(evaluations))
     if failed := failed_items(evaluations):
         console.print(f"failed, and counted as wrong: {'; '.join(failed)}", style="yellow", soft_wrap=True)

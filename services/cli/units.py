@@ -16,6 +16,15 @@ def format_bytes(size: float) -> str:
     return f"{sign}{size:.1f} TiB"
 
 
+def format_change(value: float, low: float, high: float, digits: int = 3) -> str:
+    """A difference with its interval.
+
+    >>> format_change(0.25, -0.125, 0.625)
+    '+0.250 (-0.125..+0.625)'
+    """
+    return f"{value:+.{digits}f} ({low:+.{digits}f}..{high:+.{digits}f})"
+
+
 def format_seconds(seconds: float) -> str:
     """
     >>> format_seconds(0.0123)

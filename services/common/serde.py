@@ -74,6 +74,8 @@ def segment_to_proto(segment: Segment) -> trajectory_pb2.Segment:
         logprobs=segment.logprobs.astype(_FLOAT32, copy=False).tobytes(),
         weight_version=segment.weight_version,
         mixed_cache=segment.mixed_cache,
+        kept=segment.kept,
+        temperature=segment.temperature,
     )
 
 
@@ -91,6 +93,8 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
             logprobs=np.frombuffer(logprobs, dtype=_FLOAT32),
             weight_version=proto.weight_version,
             mixed_cache=proto.mixed_cache,
+            kept=proto.kept,
+            temperature=proto.temperature if proto.HasField("temperature") else None,
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
@@ -201,6 +205,7 @@ def sampling_to_proto(sampling: Sampling) -> trajectory_pb2.Sampling:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens,
     )
@@ -215,6 +220,7 @@ def sampling_from_proto(proto: trajectory_pb2.Sampling, default: Sampling = _DEF
         temperature=proto.temperature if proto.HasField("temperature") else default.temperature,
         top_p=proto.top_p if proto.HasField("top_p") else default.top_p,
         top_k=proto.top_k if proto.HasField("top_k") else default.top_k,
+        min_p=proto.min_p if proto.HasField("min_p") else default.min_p,
         max_new_tokens=proto.max_new_tokens if proto.HasField("max_new_tokens") else default.max_new_tokens,
         min_new_tokens=proto.min_new_tokens if proto.HasField("min_new_tokens") else default.min_new_tokens,
     )

@@ -12,11 +12,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from services.common import kept_tokens
 
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
@@ -62,6 +64,8 @@ class Segment:
     logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)  # [num_tokens] float32 for the policy, [0] else
     weight_version: int = -1  # the version that computed these tokens; -1 for the environment
     mixed_cache: bool = False  # sampled on a KV cache that older weights had computed in part
+    kept: bytes = b""  # which tokens could be drawn for each (``kept_tokens``); empty: the whole vocabulary
+    temperature: float | None = None  # that they were drawn at; None: the temperature of the recipe's ``sampling``
 
     def __post_init__(self) -> None:
         if self.source is TokenSource.POLICY:
@@ -71,8 +75,8 @@ class Segment:
                 )
             if self.weight_version < 0:
                 raise ValueError(f"policy segment has weight version {self.weight_version}; it must be 0 or more")
-        elif len(self.logprobs):
-            raise ValueError("an environment segment carries no log-probabilities")
+        elif len(self.logprobs) or self.kept:
+            raise ValueError("an environment segment carries neither log-probabilities nor kept tokens")
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +98,7 @@ class Segment:
         logprobs: Seq[float] | Logprobs,
         weight_version: int,
         mixed_cache: bool = False,
+        kept: bytes = b"",
     ) -> Segment:
         """Tokens that the policy sampled, with their behaviour log-probabilities."""
         return cls(
@@ -102,6 +107,16 @@ class Segment:
             logprobs=np.asarray(logprobs, dtype=np.float32),
             weight_version=weight_version,
             mixed_cache=mixed_cache,
+            kept=kept,
+        )
+
+    def head(self, num_tokens: int) -> Segment:
+        """The first ``num_tokens`` tokens, with all that belongs to them."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            kept=kept_tokens.head(self.kept, self.token_ids, num_tokens),
         )
 
 
@@ -222,8 +237,14 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
     max_new_tokens: int = 1024
     min_new_tokens: int = 0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ import random
 from collections.abc import Mapping
 
 import structlog
-import xxhash
 
 from services.common.accounts import TimeAccount
 from services.common.errors import (
@@ -26,6 +25,7 @@ from services.common.errors import (
     RolloutTimeoutError,
     WeightsStaleError,
 )
+from services.common.seeds import derived_seed, slot_seed
 from services.common.types import Purpose, TaskGroupOrder
 from services.inference.policies import RolloutPolicy, ServedPolicy
 from services.inference.scripts.base import Scene
@@ -107,16 +107,18 @@ class Attempts:
     async def _play_once(self, order: TaskGroupOrder, index: int, attempt: int, clock: RolloutClock) -> Outcome:
         self._check_versions(order.required_versions)
         slot = f"{order.task_group_id}/{index}"
-        seed = xxhash.xxh3_64_intdigest(f"{order.seed}/{slot}".encode()) >> 1
+        # Another attempt has the same seeds: attempts that drew anew would select against what the machinery fails on.
+        seed = slot_seed(order.seed, index)
         scene = Scene(order.task, order.purpose, seed)
         policies = {
             name: RolloutPolicy(
                 policy,
                 request_prefix=f"{slot}/{attempt}",
-                seed=seed,
+                seed=derived_seed(seed, name),  # two policies of a rollout draw independently
                 account=self._account,
                 scene=scene,
                 clock=clock,
+                purpose=order.purpose,
             )
             for name, policy in self._policies.items()
             if not order.policies or name in order.policies
@@ -126,6 +128,7 @@ class Attempts:
             gateway=TimedGateway(self._gateway, clock),
             sampling=order.sampling,
             seed=seed,
+            episode_seed=order.seed,
             purpose=order.purpose,
             endpoint=self._endpoint,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.common.accounts import TimeAccount
 from services.common.chat import Chat
-from services.common.types import Sampling
+from services.common.types import Purpose, Sampling
 from services.inference.engine.base import Engine, Generation, GenerationRequest, Watch
 from services.inference.scripts.base import Scene, ScriptBook
 from services.inference.timing import GENERATE, RolloutClock
@@ -37,7 +37,10 @@ class RolloutPolicy:
     ``scene`` is the rollout as scripts see it; only a policy with a script asks it what to say.
     """
 
-    __slots__ = ("_account", "_clock", "_lane", "_num_requests", "_policy", "_request_prefix", "_scene", "_seed")
+    __slots__ = (
+        *("_account", "_clock", "_lane", "_num_requests", "_policy"),
+        *("_record_kept", "_request_prefix", "_scene", "_seed"),
+    )
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class RolloutPolicy:
         account: TimeAccount,
         scene: Scene | None = None,
         clock: RolloutClock | None = None,
+        purpose: Purpose = Purpose.TRAIN,
     ) -> None:
         self._policy = policy
         self._request_prefix = request_prefix
@@ -56,6 +60,7 @@ class RolloutPolicy:
         self._lane = account.here()  # an agent outside calls from another task
         self._scene = scene
         self._clock = clock or RolloutClock(enabled=False)
+        self._record_kept = purpose is Purpose.TRAIN
         self._num_requests = 0
 
     @property
@@ -82,6 +87,7 @@ class RolloutPolicy:
             stop_token_ids=self._policy.chat.stop_token_ids,
             seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
             forced_ids=self._words_to_say(prompt_ids),
+            record_kept=self._record_kept,
             watch=watch,
         )
         with (

@@ -78,9 +78,8 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
         on_failure=fail,
     )
     reader = JournalReader(settings.journal_dir)
-    seed = recipe.run.seed + recipe.data.train.seed
     sources = {
-        where: open_source(config, seed if where == TRAIN else config.seed, requirement(recipe, where))
+        where: open_source(config, recipe.data.seed_of(where, recipe.run.seed), requirement(recipe, where))
         for where, config in recipe.data.sections().items()
     }
     for where, source in sources.items():

@@ -7,18 +7,31 @@ of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import orjson
+
 from services.common.config.data import EvaluationConfig
+from services.common.seeds import derived_seed
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.orders import GroupNames, sampling_of, seed_of
+from services.orchestrator.orders import GroupNames, sampling_of
 from services.orchestrator.rewards import RewardRules, filled_rows
-from services.orchestrator.scores import DatasetScore, overall, score
+from services.orchestrator.scores import DatasetScore, compared, overall, overall_difference, score
+
+
+def kind_of(name: str) -> str:
+    """What a pass has in common with those of other versions: its way of sampling, and its policy where they play apart.
+
+    >>> kind_of("start/greedy/model0")
+    'greedy/model0'
+    """
+    return name.partition("/")[2]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +140,7 @@ class Evaluations:
         self._seed = seed
         self._on_result = on_result
         self._compositions = tuple(compositions)
+        self._digests = {name: _digest(source) for name, source in self._sources.items()}
         self._passes: dict[str, EvaluationPass] = {}  # unfinished ones, in order
         self.results: dict[str, EvaluationResult] = {}
 
@@ -193,8 +207,9 @@ class Evaluations:
             purpose=Purpose.EVALUATION,
             sampling=current.sampling,
             required_versions=dict(current.required()),
-            # Not the pass's name: every evaluation draws the same way, so that two versions are compared fairly.
-            seed=seed_of(self._seed, f"evaluation/{current.sampling_name}", row),
+            # By dataset and row alone, so that all passes draw common random numbers: versions, and ways of sampling,
+            # are compared by the differences of their items (scores.py).
+            seed=derived_seed(self._seed, "evaluation", dataset, place),
             timeout_s=self._timeout_s,
             policies=current.policies,
         )
@@ -229,6 +244,7 @@ class Evaluations:
     def _result(self, current: EvaluationPass) -> EvaluationResult:
         scores = tuple(self._scores(current))
         pinned = bool(current.pinned)
+        base = next((other for other in self.results.values() if kind_of(other.name) == kind_of(current.name)), None)
         return EvaluationResult(
             name=current.name,
             versions=dict(current.versions if pinned else current.oldest or current.wanted),
@@ -237,7 +253,9 @@ class Evaluations:
             mean_reward=overall(scores),
             num_trajectories=current.num_trajectories,
             num_failed=current.num_failed,
-            datasets=scores,
+            datasets=compared(base.datasets, scores) if base is not None else scores,
+            compared_with=base.name if base is not None else "",
+            difference=overall_difference(base.datasets, scores) if base is not None else None,
             roles={role: total / count for role, (total, count) in sorted(current.roles.items())},
         )
 
@@ -251,6 +269,7 @@ class Evaluations:
                 rewards,
                 [row in current.failed_rows for row in rows],
                 self._config.pass_reward,
+                self._digests[name],
             )
 
     def recover_result(self, result: EvaluationResult) -> None:
@@ -280,3 +299,11 @@ class Evaluations:
                 while current.has_left:
                     groups.append(self.draw(current))
         return groups
+
+
+def _digest(source: TaskSource) -> str:
+    """Of all rows, in order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for place in range(len(source)):
+        digest.update(orjson.dumps(source[place].data, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE))
+    return digest.hexdigest()

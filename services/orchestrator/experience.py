@@ -26,6 +26,7 @@ from services.orchestrator.buffer.resample import resample_group
 from services.orchestrator.buffer.shaping import shape_group
 from services.orchestrator.groups import AdvantageGroup, Member, Outcome, TaskGroup, dynamic_sampling
 from services.orchestrator.journal.records import BatchRecord, Verdict
+from services.orchestrator.members import member_fates
 from services.orchestrator.rewards import RewardRules, is_timeout, without_masked
 from services.orchestrator.unfinished import UnfinishedGroups
 
@@ -59,8 +60,9 @@ class StepStatistics:
                 self.roles[role] = (total + sequence.reward, count + 1)
 
     def summary(self) -> dict[str, float]:
-        """Without ``reward_mean`` when no trajectory came in since."""
+        """Without ``rollout_reward_mean`` when no trajectory came in since."""
         values = {
+            "rollouts_finished": float(self.num_trajectories),
             "failures": float(self.num_failures),
             "groups_equal_dropped": float(self.num_groups_equal),
             fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
@@ -73,8 +75,8 @@ class StepStatistics:
         if self.num_transformed:
             values["trained_reward_mean"] = self.trained_sum / self.num_transformed
         if self.num_trajectories:
-            values["reward_mean"] = self.reward_sum / self.num_trajectories
-        values |= {f"reward/{role}": total / count for role, (total, count) in self.roles.items()}
+            values["rollout_reward_mean"] = self.reward_sum / self.num_trajectories
+        values |= {f"rollout_reward/{role}": total / count for role, (total, count) in self.roles.items()}
         if self.num_shaped:
             values["overlong_share"] = self.num_overlong / self.num_shaped
             values["overlong_penalty_mean"] = self.penalty_sum / self.num_shaped
@@ -90,12 +92,17 @@ class Experience:
         on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
         admit: Literal["all", "any"] = "all",
         rules: RewardRules | None = None,
+        seed: int = 0,
+        on_judged: Callable[[str, list[Verdict]], None] = lambda group_id, verdicts: None,
     ) -> None:
-        """``on_closed`` is told (task group, reason) when nothing more will come of a training group."""
+        """``on_closed`` is told (task group, reason) when nothing more will come of a training group, ``on_judged`` what
+        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
+        self._seed = seed
         self._counters = counters
         self._on_closed = on_closed
+        self._on_judged = on_judged
         self.buffers = {
             name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
             for name, batch in policies.items()
@@ -112,7 +119,7 @@ class Experience:
             },
             admit,
         )
-        self.replay = {name: ReplayStore(name, batch.replay) for name, batch in policies.items()}
+        self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
         self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
         self._since_batch = {name: StepStatistics() for name in policies}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
@@ -184,14 +191,16 @@ class Experience:
         self.unfinished.remove(group)
         for policy, count in _sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
-        verdicts = [self._take_in(advantage_group) for advantage_group in self._rules.groups(group)]
+        verdicts = [self._take_in(found, group.order.seed) for found in self._rules.groups(group)]
+        if verdicts:
+            self._on_judged(group.id, verdicts)
         if not self._buffered[group.id]:
             del self._buffered[group.id]
             self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
         return verdicts
 
-    def _take_in(self, group: AdvantageGroup) -> Verdict:
-        outcome, kept, num_expired = self._judge(group)
+    def _take_in(self, group: AdvantageGroup, seed: int) -> Verdict:
+        outcome, kept, num_expired = self._judge(group, seed)
         return Verdict(
             policy=group.policy,
             role=group.role,
@@ -201,12 +210,13 @@ class Experience:
             mean=kept.mean if kept else group.mean,
             std=kept.std if kept else group.std,
             outcome=outcome,
+            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
             num_expired=num_expired,
         )
 
-    def _judge(self, group: AdvantageGroup) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
+    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
         """Put a complete advantage group into its buffer, or say why not; what is in the buffer of it, and how many of its
-        members are too old."""
+        members are too old. ``seed``: of its task group."""
         policy = group.policy
         config = self._policies[policy]
         judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
@@ -218,7 +228,7 @@ class Experience:
             self._drop(group, "sequences_filtered_equal_rewards")
             return fates.GroupFate.EQUAL_REWARDS, None, 0
         if config.resample is not None:
-            kept = resample_group(group, config.resample)
+            kept = resample_group(group, config.resample, seed)
             left_out = group.size - (kept.size if kept else 0)
             self.admission.returned(policy, left_out)
             self._counters["sequences_resampled_away"] += left_out
@@ -306,7 +316,7 @@ class Experience:
     def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
         """What an earlier process trained for the first time in the steps from ``first_step`` on, lived through again."""
         version = self.replay[policy].version
-        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay)
+        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay, self._seed)
         for training_step, groups in enumerate(fresh, start=first_step):
             if training_step <= version:
                 self.replay[policy].trained(groups, training_step)

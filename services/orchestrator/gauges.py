@@ -53,6 +53,7 @@ def _policies(ring: Ring) -> dict[str, float]:
             f"buffered/{policy}": float(ring.experience.buffers[policy].num_sequences),
             f"expected/{policy}": float(account.expected),
             f"accepted/{policy}": float(account.accepted),
+            f"unfinished/{policy}": float(account.unfinished),
             f"quota/{policy}": float(account.quota),
             f"staleness_max/{policy}": float(batches.staleness_max),
             f"waiting_ranks/{policy}": float(batches.num_waiting),

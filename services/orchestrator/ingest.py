@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import structlog
 
-from services.common import fates
-from services.common.types import RolloutFailure, TaskGroupOrder, Trajectory
+from services.common import fates, kept_tokens
+from services.common.types import Purpose, RolloutFailure, Sampling, Segment, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.writer import Journal
@@ -167,4 +167,19 @@ def find_fault(trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], ord
                 return f"sampled from version {segment.weight_version} of {sequence.policy}, not {required}"
             if not np.isfinite(segment.logprobs).all():
                 return f"a log-probability of {sequence.policy} is not finite"
+            if order.purpose is Purpose.TRAIN and (fault := _fault_of_distribution(segment, order.sampling)):
+                return f"a segment of {sequence.policy}: {fault}"
+    return ""
+
+
+def _fault_of_distribution(segment: Segment, sampling: Sampling) -> str:
+    """Why log-probabilities of these tokens could not be taken under the distribution that they were drawn from."""
+    if segment.temperature is not None and not 0 < segment.temperature < math.inf:
+        return f"its temperature is {segment.temperature}"
+    if sampling.is_truncated and segment.num_tokens and not segment.kept:
+        return "it does not say which tokens top_k, top_p and min_p kept: the engine of its replica does not tell them"
+    try:
+        kept_tokens.check(segment.kept, segment.token_ids)
+    except ValueError as error:
+        return str(error)
     return ""

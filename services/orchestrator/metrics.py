@@ -17,18 +17,21 @@ import structlog
 
 from services.common.metrics import MetricsWriter
 from services.common.types import WeightTransfer
+from services.orchestrator.evaluation import kind_of
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.tensorboard import EventFile
 
 log = structlog.get_logger()
 
 
-def evaluation_values(result: EvaluationResult) -> dict[str, Any]:
-    """What an evaluation says, as plain JSON without its name."""
+def evaluation_values(result: EvaluationResult, items: bool = False) -> dict[str, Any]:
+    """What an evaluation says, as plain JSON without its name; with ``items`` also the reward of each."""
     values = asdict(result)
     del values["name"]
     for found in values["datasets"]:
         found["pass_at"] = {str(k): share for k, share in found["pass_at"]}
+        if not items:
+            del found["item_rewards"]
     return values
 
 
@@ -76,10 +79,10 @@ class RunMetrics:
         self._row(
             "evaluation",
             name=result.name,
-            **evaluation_values(result),
+            **evaluation_values(result, items=True),
         )
         step = max(result.newest_versions.values(), default=0)
-        _, _, kind = result.name.partition("/")  # one curve for each way of sampling
+        kind = kind_of(result.name)  # one curve for each way of sampling
         values = {kind: result.mean_reward}
         for found in result.datasets:
             values[f"{kind}/{found.name}"] = found.mean_reward.value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from services.common.config.data import SamplingConfig
+from services.common.seeds import derived_seed
 from services.common.types import Purpose, Sampling, TaskGroupOrder
 from services.orchestrator.curation import AcceptAll, Curation
 from services.orchestrator.curriculum import Curriculum
@@ -44,6 +44,7 @@ def sampling_of(config: SamplingConfig) -> Sampling:
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
         max_new_tokens=config.max_new_tokens,
         min_new_tokens=config.min_new_tokens,
     )
@@ -86,7 +87,7 @@ class TrainingOrders:
             indices=tuple(range(self.group_size)),
             purpose=Purpose.TRAIN,
             sampling=self._sampling,
-            seed=seed_of(self._seed, "train", position),
+            seed=derived_seed(self._seed, "train", position),
             timeout_s=self._timeout_s,
             policies=policies,
         )
@@ -108,9 +109,3 @@ class TrainingOrders:
     def row_of(self, group: TaskGroup) -> int:
         """The row of a training group's task."""
         return self.curriculum.row(group.position)
-
-
-def seed_of(seed: int, what: str, position: int) -> int:
-    """A seed of its own for each task group, the same after a restart."""
-    digest = hashlib.blake2b(f"{seed}/{what}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2  # non-negative, with room for per-slot offsets in an int64

@@ -20,7 +20,7 @@ class PolicyProgress:
     num_steps: int
     num_buffered: int
     num_expected: int
-    reward_mean: float
+    reward_mean: float | None  # of rollouts that finished before the newest batch, raw; None where none did
     staleness_max: int
     trainer_state: str
     metrics: Mapping[str, float]
@@ -114,7 +114,7 @@ def _policy(ring: Ring, policy: str) -> PolicyProgress:
         num_steps=ring.num_steps,
         num_buffered=ring.experience.buffers[policy].num_sequences,
         num_expected=round(ring.experience.admission.accounts[policy].expected),
-        reward_mean=metrics.get("reward_mean", 0.0),
+        reward_mean=metrics.get("rollout_reward_mean"),
         staleness_max=int(metrics.get("staleness_max", 0)),
         trainer_state=trainer.state if trainer is not None else "absent",
         metrics=metrics,

@@ -30,6 +30,7 @@ class _Survey:
 
     closed: set[str] = field(default_factory=set)  # task groups
     evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
+    judged: set[str] = field(default_factory=set)  # task groups with verdicts
     last_state: Row | None = None
     num_rows: int = 0
 
@@ -40,6 +41,7 @@ def recover(ring: Ring, reader: JournalReader) -> None:
     if not survey.num_rows:
         return
     owners: dict[str, tuple[str, str]] = {}  # task group -> (replica, incarnation) that was playing it
+    ring.judged_before = survey.judged - survey.closed
     for row in reader.rows():
         if row.kind == records.GROUP:
             ring.names.resume_after(row.key)
@@ -52,6 +54,7 @@ def recover(ring: Ring, reader: JournalReader) -> None:
         _apply(ring, row, record, survey, owners)
     if survey.last_state is not None:
         _apply_state(ring, reader.load(survey.last_state))
+    ring.judged_before = set()
     _refill_replay(ring, reader)
     _give_back(ring, owners)
     log.info("run.recovered", records=survey.num_rows, task_groups=len(ring.groups), state=ring.control.state.value)
@@ -63,6 +66,8 @@ def _survey(rows: Iterator[Row]) -> _Survey:
         survey.num_rows += 1
         if row.kind == records.CLOSED:
             survey.closed.add(row.key)
+        elif row.kind == records.VERDICT:
+            survey.judged.add(row.key)
         elif row.kind == records.EVALUATION:
             survey.evaluated.add(row.key)
         elif row.kind == records.STATE:

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from services.common import fates
+from services.common.config.data import TRAIN
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
@@ -84,9 +85,17 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
+        self.judged_before: set[str] = set()  # task groups whose verdicts an earlier process journaled
         self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
-            batch_configs, self.num_steps, self.counters, self._closed, recipe.rollout.admit, self.rewards
+            batch_configs,
+            self.num_steps,
+            self.counters,
+            self._closed,
+            recipe.rollout.admit,
+            self.rewards,
+            recipe.run.seed,
+            self._judged,
         )
         self.batches = {
             name: Batches(
@@ -103,7 +112,7 @@ class Ring:
         }
         self.training_orders = TrainingOrders(
             training_source,
-            Curriculum(len(training_source), recipe.run.seed + recipe.data.train.seed, recipe.data.train.shuffle),
+            Curriculum(len(training_source), recipe.data.seed_of(TRAIN, recipe.run.seed), recipe.data.train.shuffle),
             self.names,
             group_size=recipe.rollout.group_size,
             sampling=sampling_of(recipe.sampling),
@@ -157,8 +166,7 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
-        if verdicts := self.apply_resolved(group, outcome):
-            self.journal.submit(records.VERDICT, group.id, lambda: records.verdicts_to_json(group.id, verdicts))
+        self.apply_resolved(group, outcome)
         if group.is_training and group.complete:
             self._observe(group)
         if replica is not None and group.order.required_versions and group.complete:
@@ -177,14 +185,21 @@ class Ring:
         record = {"task_group_id": group.id, "row": row, "rewards": rewards}
         self.journal.submit(records.OBSERVATION, group.id, lambda: record)
 
-    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
+    def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """What a resolved slot means; also used when recovering. The last one of a training group brings verdicts."""
         if group.complete:
             self.groups.pop(group.id, None)
         if group.is_training:
-            return self.experience.resolved(group, outcome)
-        self.evaluations.resolved(group, outcome)
-        return []
+            self.experience.resolved(group, outcome)
+        else:
+            self.evaluations.resolved(group, outcome)
+
+    def _judged(self, task_group_id: str, verdicts: list[Verdict]) -> None:
+        """Journaled ahead of what follows from it, so that no closed task group lacks its verdicts after a crash."""
+        if task_group_id not in self.judged_before:
+            self.journal.submit(
+                records.VERDICT, task_group_id, lambda: records.verdicts_to_json(task_group_id, verdicts)
+            )
 
     def _closed(self, task_group_id: str, reason: fates.ClosedReason) -> None:
         record = {"task_group_id": task_group_id, "reason": reason.value}

@@ -1,15 +1,17 @@
-"""What an evaluation says in numbers: avg@k and pass@k with 95% intervals, per dataset and overall. Pure functions.
+"""What an evaluation says in numbers: avg@k, pass@k and differences with 95% intervals, per dataset and overall.
 
 An item is one task with the rewards of its samples; a failed sample has one, too, so no denominator ever shrinks.
 Intervals are Wilson's over items: samples of one item are not independent, so the number of observations is the one that
 a share with the same standard error between items would need, at least the number of items.
+Two evaluations of the same items are compared by the mean of the items' differences, with its t interval: what makes an
+item hard, and the random numbers that both draw in common, cancel (Miller, arXiv 2411.00640, section 4). Pure functions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _Z = 1.959964  # 95%, two-sided
 
@@ -33,22 +35,33 @@ class DatasetScore:
     mean_reward: Estimate
     pass_at: tuple[tuple[int, Estimate], ...]  # (k, pass@k), k = 1, 2, 4, ... up to the samples
     failed: tuple[str, ...]  # task ids with a failed sample, in order
+    items: str = ""  # digest of the tasks: scores with the same one are of the same items
+    item_rewards: tuple[float, ...] = ()  # mean over the samples of each item, in order
+    difference: Estimate | None = None  # to the first evaluation of its kind; None for that one, or with one item
 
 
 def score(
-    name: str, task_ids: Sequence[str], rewards: Sequence[Sequence[float]], failed: Sequence[bool], pass_reward: float
+    name: str,
+    task_ids: Sequence[str],
+    rewards: Sequence[Sequence[float]],
+    failed: Sequence[bool],
+    pass_reward: float,
+    items: str = "",
 ) -> DatasetScore:
     """``rewards``: (items, samples), every item with the same number; ``failed``: whether an item had a failed sample."""
     num_samples = len(rewards[0])
+    means = tuple(math.fsum(item) / num_samples for item in rewards)
     passed = [sum(reward >= pass_reward for reward in item) for item in rewards]
     ks = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
     return DatasetScore(
         name=name,
         num_items=len(rewards),
         samples_per_item=num_samples,
-        mean_reward=estimate([math.fsum(item) / num_samples for item in rewards]),
+        mean_reward=estimate(means),
         pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks),
         failed=tuple(task_id for task_id, has_failed in zip(task_ids, failed, strict=True) if has_failed),
+        items=items,
+        item_rewards=means,
     )
 
 
@@ -88,3 +101,71 @@ def overall(scores: Sequence[DatasetScore]) -> float:
     0.0
     """
     return math.fsum(found.mean_reward.value for found in scores) / len(scores) if scores else 0.0
+
+
+def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
+    """How much higher the rewards of ``other`` are than those of ``base``, item by item; None where that cannot be said: they
+    are not of the same items, or of one item alone."""
+    if not base.items or base.items != other.items:
+        return None
+    return mean_difference([[b - a for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]])
+
+
+def compared(base: Sequence[DatasetScore], scores: Sequence[DatasetScore]) -> tuple[DatasetScore, ...]:
+    """``scores`` with their differences to the datasets of the same names in ``base``."""
+    known = {found.name: found for found in base}
+    return tuple(replace(s, difference=difference(known[s.name], s) if s.name in known else None) for s in scores)
+
+
+def overall_difference(base: Sequence[DatasetScore], other: Sequence[DatasetScore]) -> Estimate | None:
+    """The same over datasets, each counted once, however large; None unless it can be said of each."""
+    if len(base) != len(other) or any(difference(a, b) is None for a, b in zip(base, other, strict=True)):
+        return None
+    pairs = [zip(a.item_rewards, b.item_rewards, strict=True) for a, b in zip(base, other, strict=True)]
+    return mean_difference([[b - a for a, b in items] for items in pairs])
+
+
+def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
+    """Mean over datasets of the mean over their items, with its t interval (degrees of freedom after Welch and Satterthwaite);
+    None without a dataset, and with one of fewer than two items.
+
+    >>> mean_difference([[1.0, 0.0, 0.0, 1.0]])
+    Estimate(value=0.5, low=-0.41869311315694757, high=1.4186931131569476)
+    """
+    if not datasets or any(len(items) < 2 for items in datasets):
+        return None
+    means = [math.fsum(items) / len(items) for items in datasets]
+    variances = [  # of the means
+        math.fsum((item - mean) ** 2 for item in items) / (len(items) - 1) / len(items)
+        for items, mean in zip(datasets, means, strict=True)
+    ]
+    value, variance = math.fsum(means) / len(means), math.fsum(variances)
+    if not variance:
+        return Estimate(value, value, value)
+    freedom = variance**2 / math.fsum(v**2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True))
+    half = t_quantile(freedom) * math.sqrt(variance) / len(means)
+    return Estimate(value, value - half, value + half)
+
+
+def t_quantile(freedom: float) -> float:
+    """The 97.5% quantile of Student's t, for 1 degree of freedom or more, to within 0.2%: bisection on its distribution
+    function, which Simpson's rule integrates over atan(t / sqrt(freedom)).
+
+    >>> round(t_quantile(1), 2), round(t_quantile(9), 3)
+    (12.71, 2.262)
+    """
+    if freedom > 1000:
+        return _Z
+    wanted = 0.475 * math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    low, high = 0.0, math.pi / 2
+    for _ in range(40):
+        angle = (low + high) / 2
+        low, high = (angle, high) if _integral_of_cosine(angle, freedom - 1) < wanted else (low, angle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _integral_of_cosine(angle: float, power: float, num_steps: int = 100) -> float:
+    """Of cos(x) ** power, from 0 to ``angle``."""
+    step = angle / num_steps
+    inner = math.fsum((4 if i % 2 else 2) * math.pow(math.cos(i * step), power) for i in range(1, num_steps))
+    return (1.0 + inner + math.pow(math.cos(angle), power)) * step / 3

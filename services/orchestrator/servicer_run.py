@@ -106,7 +106,7 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
                 num_steps=p.num_steps,
                 num_buffered=p.num_buffered,
                 num_expected=p.num_expected,
-                reward_mean=p.reward_mean,
+                reward_mean=p.reward_mean or 0.0,
                 staleness_max=p.staleness_max,
                 trainer_state=p.trainer_state,
                 metrics=dict(p.metrics),
@@ -163,11 +163,18 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
                 mean_reward=_estimate_to_proto(found.mean_reward),
                 pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
                 failed=found.failed,
+                difference=_difference_to_proto(found.difference),
             )
             for found in result.datasets
         ],
         roles=dict(result.roles),
+        compared_with=result.compared_with,
+        difference=_difference_to_proto(result.difference),
     )
+
+
+def _difference_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
+    return None if found is None else _estimate_to_proto(found)
 
 
 def _estimate_to_proto(found: Estimate) -> run_pb2.Estimate:

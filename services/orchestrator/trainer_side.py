@@ -95,9 +95,7 @@ class TrainerSide:
     def _write_step(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
         """The row of the training step that brought this version: of its batch, of the trainer, of the run."""
         ring, policy, step = self._ring, version.policy, version.number
-        statistics = dict(ring.batches[policy].statistics.pop(step, {}))
-        if "reward_mean" not in statistics and "batch_reward_mean" in statistics:
-            statistics["reward_mean"] = statistics["batch_reward_mean"]  # no trajectory came in since the step before
+        statistics = ring.batches[policy].statistics.pop(step, {})
         values = {
             **statistics,
             **{f"trainer/{name}": value for name, value in metrics.items()},

@@ -71,7 +71,10 @@ def with_credit(
         result = _normalized(result, ranks, config)
     for minibatch in result:
         for batch in minibatch:
-            sums.add("advantage_abs", batch.advantages.abs().sum(dtype=torch.float64))
+            told = with_teacher(
+                batch, batch.behaviour, config
+            )  # the policy's own log-probabilities come with its updates
+            sums.add("advantage_abs", told.advantages.abs().sum(dtype=torch.float64))
     return result
 
 

@@ -11,6 +11,9 @@ from services.common.types import RankBatch
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
+RESERVED_COUNTS = {"trained_tokens", "fresh_tokens", "first_tokens"}  # of the step: what shares are of
+RESERVED_PREFIXES = ("zero_gradient", "advantage_")  # of the audit's counts
+
 
 class Sums:
     """Named float64 sums on the device; nothing is read back before ``reduce``."""
@@ -47,10 +50,12 @@ class StepMetrics:
     kl_reference: float  # by kl_estimator, by k1 when it is in the reward; 0 without a reference model
     mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
     mismatch_kl: float  # KL(behaviour || trainer) there, by k3
-    mismatch_fresh_abs: float  # the same over tokens of the newest version only: engine against trainer, no staleness
+    mismatch_fresh_abs: float  # the same over fresh tokens only: engine against trainer, no staleness, no kept cache
     mismatch_fresh_kl: float
-    fresh_share: float  # share of the first minibatch's trained tokens sampled under the newest version
-    reward_mean: float  # over sequences
+    fresh_share: (
+        float  # of the first minibatch's trained tokens, those that the newest version alone computed (not mixed_cache)
+    )
+    batch_reward_mean: float  # over the sequences of the batch, as they are trained on: shaped, replayed ones included
     advantage_abs_mean: float
     staleness_mean: float  # over sequences
     num_sequences: int
@@ -78,13 +83,15 @@ def step_metrics(
     num_micro_batches: int,
     seconds: float,
     usage: Mapping[str, float | None],
+    audit: Mapping[str, float],
 ) -> StepMetrics:
-    """What a training step says of itself: ``total`` are its sums over all ranks, ``usage`` what ``Usage.metrics`` gives."""
+    """What a training step says of itself: ``total`` are its sums over all ranks, ``usage`` what ``Usage.metrics`` gives,
+    ``audit`` what ``audit.shares`` gives."""
     applied = [u for u in updates if u.applied]
     algorithm = {
         name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
         for name in total
-        if name.endswith("_tokens") and name not in ("trained_tokens", "fresh_tokens", "first_tokens")
+        if name.endswith("_tokens") and name not in RESERVED_COUNTS
     } | {name: total[name] / max(len(updates), 1) for name in total if name.startswith("m2po_")}
     algorithm |= _credit_metrics(total, len(updates))
     return StepMetrics(
@@ -102,7 +109,7 @@ def step_metrics(
         mismatch_fresh_abs=_mean_of(total, "fresh_abs", "fresh_tokens"),
         mismatch_fresh_kl=_mean_of(total, "fresh_kl", "fresh_tokens"),
         fresh_share=_mean_of(total, "fresh_tokens", "first_tokens"),
-        reward_mean=_mean_of(total, "reward", "sequences"),
+        batch_reward_mean=_mean_of(total, "reward", "sequences"),
         advantage_abs_mean=_mean_of(total, "advantage_abs", "trained_tokens"),
         staleness_mean=_mean_of(total, "staleness", "sequences"),
         num_sequences=int(total["sequences"]),
@@ -112,7 +119,7 @@ def step_metrics(
         seconds=seconds,
         tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
         **usage,  # type: ignore[arg-type]
-        algorithm=algorithm,
+        algorithm={**algorithm, **audit},
     )
 
 

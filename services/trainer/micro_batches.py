@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from services.trainer.attention import Documents
+from services.trainer.drawn import Drawn, KeptBlocks
 from services.trainer.model import PolicyModel
 from services.trainer.packing import Document, MicroBatch, dummy_micro_batch, pack
 from services.trainer.sharding import Ranks
@@ -27,9 +28,11 @@ class MicroTensors:
     behaviour: torch.Tensor  # [num_targets]
     advantages: torch.Tensor  # [num_targets]
     weight_versions: torch.Tensor  # [num_targets]
+    mixed_cache: torch.Tensor  # [num_targets] bool
     sequence_index: torch.Tensor  # [num_targets] in [0, num_sequences)
     num_sequences: int
     is_dummy: bool
+    drawn: Drawn | None = None  # None: every target from the whole vocabulary, at the recipe's temperature
     old_values: torch.Tensor | None = None  # [num_targets] of the value head at step start
     returns: torch.Tensor | None = None  # [num_targets] that the value head is fitted to
     teacher: torch.Tensor | None = None  # [num_targets] log-probabilities of the model that is distilled
@@ -53,10 +56,21 @@ class MicroTensors:
             behaviour=torch.as_tensor(batch.behaviour[targets], dtype=dtype, device=device),
             advantages=torch.as_tensor(batch.advantages[targets], dtype=dtype, device=device),
             weight_versions=torch.as_tensor(batch.weight_versions[targets], device=device),
+            mixed_cache=torch.as_tensor(batch.mixed_cache[targets], device=device),
             sequence_index=torch.as_tensor(batch.document_index[targets], device=device),
             num_sequences=batch.num_documents,
             is_dummy=batch.is_dummy,
+            drawn=_drawn(batch, device, dtype),
         )
+
+
+def _drawn(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Drawn | None:
+    kept = temperatures = None
+    if batch.kept is not None:
+        kept = KeptBlocks.on(batch.kept.select(batch.loss_mask), device)
+    if batch.temperatures is not None:
+        temperatures = torch.as_tensor(batch.temperatures[batch.loss_mask], dtype=dtype, device=device)
+    return None if kept is None and temperatures is None else Drawn(kept=kept, temperatures=temperatures)
 
 
 def logprob_dtype(model: PolicyModel) -> torch.dtype:
@@ -86,6 +100,6 @@ def forward_with_values(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-probabilities, entropies, values) of the trained tokens; None without a value head. [num_targets] each"""
     logprobs, entropy, *values = model(
-        batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
+        batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature, batch.drawn
     )
     return logprobs, entropy, values[0] if values else None

@@ -16,6 +16,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.common.models import load_model
 from services.trainer.attention import Documents, Kernel, register_attention
+from services.trainer.drawn import Drawn
 from services.trainer.logprobs import CHUNK_TOKENS, token_logprobs
 from services.trainer.norms import speed_up_norms
 from services.trainer.sharded_load import open_by_shards
@@ -53,8 +54,9 @@ class PolicyModel(torch.nn.Module):
         documents: Documents,
         target_positions: torch.Tensor,  # [num_targets] int64, none of them the first of its document
         temperature: float,
+        drawn: Drawn | None = None,  # what was cut of the targets' distributions
     ) -> tuple[torch.Tensor, ...]:
-        """Log-probability and entropy at each target, of the temperature-scaled distribution. [num_targets] each
+        """Log-probability and entropy at each target, of the distribution that it was drawn from. [num_targets] each
 
         With a value head also the value of the state in which the target was drawn. [num_targets]
         """
@@ -68,6 +70,7 @@ class PolicyModel(torch.nn.Module):
             token_ids.index_select(0, target_positions),
             temperature,
             self._logprob_chunk_tokens,
+            drawn=drawn,
         )
         return (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
 

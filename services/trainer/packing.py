@@ -9,6 +9,7 @@ Plain numpy: it knows nothing about models, ranks or losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import InvalidRequestError
-from services.common.types import Logprobs, TokenIds, TrainingSequence
+from services.common.kept_tokens import KeptSets, unpack
+from services.common.types import Logprobs, Segment, TokenIds, TrainingSequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -33,7 +35,10 @@ class Document:
     loss_mask: Bools  # [num_tokens]
     behaviour: Logprobs  # [num_tokens] float32, 0 where the mask is false
     weight_versions: Ints  # [num_tokens], NO_VERSION where the mask is false
+    mixed_cache: Bools  # [num_tokens], sampled on a KV cache that older weights had computed in part
     advantage: float = 0.0
+    kept: KeptSets | None = None  # of all tokens; None: each trained one was drawn from the whole vocabulary
+    temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], NaN where it is the recipe's; None: everywhere
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +60,7 @@ class Document:
             loss_mask=np.asarray(loss_mask, dtype=np.bool_),
             behaviour=np.zeros(num_tokens, dtype=np.float32),
             weight_versions=np.full(num_tokens, NO_VERSION, dtype=np.int64),
+            mixed_cache=np.zeros(num_tokens, dtype=np.bool_),
         )
 
     @classmethod
@@ -65,6 +71,7 @@ class Document:
         loss_mask = np.zeros(num_tokens, dtype=np.bool_)
         behaviour = np.zeros(num_tokens, dtype=np.float32)
         weight_versions = np.full(num_tokens, NO_VERSION, dtype=np.int64)
+        mixed_cache = np.zeros(num_tokens, dtype=np.bool_)
         start = 0
         for segment in segments:
             end = start + segment.num_tokens
@@ -72,15 +79,32 @@ class Document:
                 loss_mask[start:end] = True
                 behaviour[start:end] = segment.logprobs
                 weight_versions[start:end] = segment.weight_version
+                mixed_cache[start:end] = segment.mixed_cache
             start = end
         _check_first_token(loss_mask, f"sequence {item.sequence_id}")
+        kept = temperatures = None
+        if any(s.kept for s in segments):
+            kept = KeptSets.concatenated([_kept_of(s, item.sequence_id) for s in segments])
+        if any(s.temperature is not None for s in segments):
+            of_segment = [math.nan if s.temperature is None else s.temperature for s in segments]
+            temperatures = np.repeat(of_segment, [s.num_tokens for s in segments])
         return cls(
             token_ids=item.sequence.token_ids,
             loss_mask=loss_mask,
             behaviour=behaviour,
             weight_versions=weight_versions,
+            mixed_cache=mixed_cache,
             advantage=advantage,
+            kept=kept,
+            temperatures=temperatures,
         )
+
+
+def _kept_of(segment: Segment, sequence_id: str) -> KeptSets:
+    try:
+        return unpack(segment.kept, segment.token_ids)
+    except ValueError as error:
+        raise InvalidRequestError(f"sequence {sequence_id}: {error}") from None
 
 
 def _check_first_token(loss_mask: Bools, name: str) -> None:
@@ -100,8 +124,11 @@ class MicroBatch:
     behaviour: Logprobs  # [num_tokens]
     advantages: npt.NDArray[np.float64]  # [num_tokens], its document's advantage
     weight_versions: Ints  # [num_tokens]
+    mixed_cache: Bools  # [num_tokens]
     document_index: Ints  # [num_tokens], position of the document in this micro-batch
     sources: Ints  # [num_documents], index of the document in the list that was packed, or DUMMY_SOURCE
+    kept: KeptSets | None = None  # of all tokens, as of a document
+    temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], as of a document
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +198,23 @@ def _lay_out(documents: Seq[Document], sources: Seq[int]) -> MicroBatch:
         behaviour=np.concatenate([d.behaviour for d in documents]),
         advantages=np.repeat(np.array([d.advantage for d in documents], dtype=np.float64), lengths),
         weight_versions=np.concatenate([d.weight_versions for d in documents]),
+        mixed_cache=np.concatenate([d.mixed_cache for d in documents]),
         document_index=np.repeat(np.arange(len(documents), dtype=np.int64), lengths),
         sources=np.array(sources, dtype=np.int64),
+        kept=_joined_kept(documents),
+        temperatures=_joined_temperatures(documents),
+    )
+
+
+def _joined_kept(documents: Seq[Document]) -> KeptSets | None:
+    if all(d.kept is None for d in documents):
+        return None
+    return KeptSets.concatenated([KeptSets.whole(d.num_tokens) if d.kept is None else d.kept for d in documents])
+
+
+def _joined_temperatures(documents: Seq[Document]) -> npt.NDArray[np.float64] | None:
+    if all(d.temperatures is None for d in documents):
+        return None
+    return np.concatenate(
+        [np.full(d.num_tokens, np.nan) if d.temperatures is None else d.temperatures for d in documents]
     )

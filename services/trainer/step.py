@@ -34,9 +34,10 @@ from services.trainer.algorithms.advantages import (
     sequence_advantages,
 )
 from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch
 from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
 from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
+from services.trainer.audit import GradientAudit, add_ratios, shares
 from services.trainer.credit import CreditModels, needs_credit, value_loss_share, with_credit, with_teacher
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, forward_with_values, logprob_dtype, pack_for_ranks
@@ -91,11 +92,13 @@ class TrainStep:
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
         self._usage = Usage(model, ranks, peak_flops)
+        self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
 
     def run(self, batch: RankBatch) -> StepMetrics:
         """Train on one batch. Every rank calls it with its own share of the same batch."""
         started = time.perf_counter()
         self._usage.begin()
+        self._audit = GradientAudit(self.config.log_ratio_clamp, self.ranks.device)
         sums = Sums(self.ranks.device)
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
@@ -108,7 +111,7 @@ class TrainStep:
             fresh_version = batch.training_step - 1 if index == 0 else None
             where = f"the loss {self.config.name} at training step {batch.training_step}, minibatch {index},"
             ratios, num_kept = self._backward_minibatch(
-                micro_batches, totals, proximal[index], sums, fresh_version, where
+                index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped or num_kept == 0:
@@ -116,6 +119,7 @@ class TrainStep:
             else:
                 updates.append(self.optimizer.update())
         seconds = time.perf_counter() - started
+        self._audit.add_to(sums)
         total = sums.reduce(self.ranks)
         return step_metrics(
             batch,
@@ -124,6 +128,7 @@ class TrainStep:
             num_micro_batches=sum(len(m) for m in minibatches),
             seconds=seconds,
             usage=self._usage.metrics(total, seconds),
+            audit=shares(total, batch.minibatches),
         )
 
     # -- preparation -------------------------------------------------------------------------------------------------
@@ -205,6 +210,7 @@ class TrainStep:
 
     def _backward_minibatch(
         self,
+        number: int,
         micro_batches: Seq[MicroTensors],
         totals: MinibatchTotals,
         proximal: Seq[torch.Tensor] | None,
@@ -212,8 +218,8 @@ class TrainStep:
         fresh_version: int | None,
         where: str,
     ) -> tuple[torch.Tensor, int]:
-        """Gradients of the minibatch. With early_stop_ratio the sum of policy / behaviour over this rank's trained tokens, []; and
-        how many tokens of all ranks the loss has seen: without any, the gradient is 0 and no update is to be made.
+        """Gradients of the minibatch. The sum of policy / behaviour over this rank's trained tokens, []; and how many tokens of
+        all ranks the loss has seen: without any, the gradient is 0 and no update is to be made.
 
         Raises:
             LossError: the loss returned what cannot be trained on; ``where`` names it. On every rank.
@@ -233,20 +239,19 @@ class TrainStep:
             own_proximal = proximal[index] if proximal is not None else logprobs.detach()
             if context is None:  # the only micro-batch: its own forward pass holds all there is to know
                 context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
-            if self.config.early_stop_ratio is not None:
-                gap = log_ratio(logprobs.detach(), micro_batch.behaviour, self.config.log_ratio_clamp)
-                ratios += gap.exp().sum(dtype=torch.float64)
+            ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
             if fresh_version is not None:
                 _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
-            tokens = context.tokens(index, micro_batch, logprobs, given)
+            tokens = context.tokens(index, micro_batch, self._audit.view(logprobs), given)
             policy_loss = self._algorithm.loss(tokens, self.config)
             check_shape(policy_loss, tokens, where)
             not_finite += num_not_finite(policy_loss.per_token, tokens)
-            loss = self._loss(index, micro_batch, tokens, policy_loss, entropy, context, sums)
+            loss = self._loss(index, micro_batch, logprobs, tokens, policy_loss, entropy, context, sums)
             if values is not None:
                 loss = loss + value_loss_share(micro_batch, values, totals, self.config, sums)
             self.ranks.backward(loss)
+            self._audit.count(tokens, policy_loss)
             self.on_progress()
         assert context is not None
         if count := int(self.ranks.sum(not_finite)):
@@ -289,6 +294,7 @@ class TrainStep:
         self,
         index: int,
         batch: MicroTensors,
+        logprobs: torch.Tensor,
         tokens: TokenBatch,
         policy_loss: PolicyLoss,
         entropy: torch.Tensor,
@@ -296,7 +302,7 @@ class TrainStep:
         sums: Sums,
     ) -> torch.Tensor:
         """This micro-batch's share of the minibatch's loss. []"""
-        config, logprobs, mask = self.config, tokens.logprobs, tokens.mask
+        config, mask = self.config, tokens.mask
         if self._algorithm.needs_whole_proximal:
             sums.add("left_out_tokens", batch.num_targets - mask.sum())
         per_token = policy_loss.per_token
@@ -313,8 +319,8 @@ class TrainStep:
             per_token = per_token + config.kl_coefficient * kl
         if config.entropy_coefficient > 0.0:
             per_token = per_token - config.entropy_coefficient * entropy
-        counted = context.counted[index]
-        loss = aggregate(per_token, mask, counted, batch.sequence_index, batch.num_sequences, context.totals, config)
+        axes = (batch.sequence_index, batch.num_sequences)
+        loss = aggregate(per_token, mask, *axes, context.totals, config, counted=context.counted[index])
         sums.add("loss", loss)
         sums.add("entropy", entropy.sum())
         sums.add("trained_tokens", batch.num_targets)
@@ -327,7 +333,8 @@ def _add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh
     """How far the trainer's log-probabilities are from the engines'. KL(behaviour || trainer) by k3: x = b - l."""
     gap = batch.behaviour - logprobs
     kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
-    fresh = (batch.weight_versions == fresh_version).to(gap.dtype)
+    # A cache that older weights had computed in part is no fresh sampling, whatever version the tokens have.
+    fresh = ((batch.weight_versions == fresh_version) & ~batch.mixed_cache).to(gap.dtype)
     for name, weight in (("first", torch.ones_like(gap)), ("fresh", fresh)):
         sums.add(f"{name}_abs", (gap.abs() * weight).sum())
         sums.add(f"{name}_kl", (kl * weight).sum())

@@ -12,7 +12,7 @@ from services.inference.engine.base import FinishReason
 from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.conftest import SGLANG
 from tests.conformance.subjects import Subject, until_tokens
-from tests.random_models import TOLERANCE, VOCAB, make_prompt, make_request, max_gap, reference_logprobs
+from tests.random_models import TOLERANCE, VOCAB, kept_sets, make_prompt, make_request, max_gap, reference_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -34,20 +34,28 @@ async def test_logprobs_equal_a_forward_pass(exact: Subject, temperature: float)
 
 
 @SAMPLING
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.8), (20, 0.6)])
-async def test_filtered_logprobs_are_renormalised_over_the_kept_set(exact: Subject, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(5, 1.0, 0.0), (0, 0.8, 0.0), (20, 0.6, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.3)]
+)
+async def test_filtered_logprobs_are_renormalised_over_the_kept_set_which_is_told(
+    exact: Subject, top_k: int, top_p: float, min_p: float
+) -> None:
     prompt = make_prompt(12)
     generation = await exact.engine.generate(
-        make_request(prompt, temperature=1.3, top_k=top_k, top_p=top_p, max_new_tokens=60)
+        make_request(prompt, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=60)
     )
+    told = kept_sets(generation)
     reference = reference_logprobs(exact.model, prompt + generation.token_ids, len(prompt), temperature=1.3).numpy()
-    for row, token, logprob in zip(reference, generation.token_ids, generation.segments[0].logprobs, strict=True):
+    for row, token, logprob, drawable in zip(
+        reference, generation.token_ids, generation.segments[0].logprobs, told, strict=True
+    ):
         order = np.argsort(-row)
         p = np.exp(row[order].astype(np.float64))
         if exact.cuts_in_turn:
             p[top_k or VOCAB :] = 0
             p /= p.sum()
-        kept = min(int(np.searchsorted(np.cumsum(p), top_p)) + 1, top_k or VOCAB)
+        kept = min(int(np.searchsorted(np.cumsum(p), top_p)) + 1, top_k or VOCAB, int((p >= min_p * p[0]).sum()))
+        assert drawable == set(order[:kept].tolist())
         place = order[:kept].tolist().index(token)  # fails when a token outside the kept set was drawn
         assert abs(np.log(p[place] / p[:kept].sum()) - logprob) <= TOLERANCE
 
@@ -60,6 +68,9 @@ async def test_minimum_length_suppresses_stop_tokens_and_renormalises(exact: Sub
     assert not set(generation.token_ids[:20]) & set(stops)
     assert generation.finish_reason is FinishReason.STOP
     assert generation.token_ids[-1] in stops
+    assert kept_sets(generation) == [
+        set(range(VOCAB)) - (set(stops) if place < 20 else set()) for place in range(len(generation.token_ids))
+    ]
     reference = reference_logprobs(exact.model, prompt + generation.token_ids, len(prompt)).numpy()
     logprobs = np.concatenate([segment.logprobs for segment in generation.segments])
     for place, (row, token, logprob) in enumerate(zip(reference, generation.token_ids, logprobs, strict=True)):

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
+from services.cli.fate.facts import Fate
+from services.cli.fate.reading import read_fates
 from services.cli.trace.facts import GroupFacts
 from services.cli.trace.listing import choose, counted, read_groups
 from services.cli.trace.picture import draw
@@ -203,6 +205,24 @@ def test_a_restart_of_the_orchestrator_is_seen_and_costs_no_fact(run_dir: Path) 
     for facts in groups:
         assert status(facts) in ("trained", "filtered", "failed", "waiting for a batch", "running", "expired")
         assert facts.verdicts or not facts.complete or facts.num_failed == SLOTS
+
+
+def test_every_rollout_of_a_run_that_was_killed_has_one_fate_and_the_sums_come_out(run_dir: Path) -> None:
+    """A replica died with its task groups, and the orchestrator twice; the trace of each group says the same."""
+    found = read_fates(run_dir)
+    assert found.failed_checks == []
+    total = found.total("model0")
+    groups = read_groups(run_dir)
+    assert total.issued_groups == len(groups)
+    by_status = counted(groups)
+    assert total.groups[Fate.TRAINED] == by_status["trained"] >= NUM_STEPS
+    assert total.groups[Fate.EQUAL_REWARDS] == by_status["filtered"]
+    assert total.groups[Fate.FAILED] == by_status["failed"]
+    assert total.groups[Fate.UNKNOWN] == 0
+    assert total.failures == {"ValueError": total.rollouts[Fate.FAILED]}
+    told = CliRunner().invoke(app, ["fate", str(run_dir)], env={"COLUMNS": "160"})
+    assert "it adds up" in told.output
+    assert f"{total.rollouts[Fate.FAILED]} rollouts ended in a failure: ValueError" in told.output
 
 
 def test_the_command_tells_people_machines_and_draws(run_dir: Path, tmp_path: Path) -> None:

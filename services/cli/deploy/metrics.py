@@ -18,14 +18,15 @@ UID = "millrace"
 # title, unit of Grafana, queries: (expression, legend). Every metric in them exists; a test looks.
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Weight version", "none", (("millrace_weight_version", "ledger, {{policy}}"), ("millrace_engine_weight_version", "{{instance}}"))),
-    ("Reward of the newest batch", "none", (('millrace_step_metric{metric="reward_mean"}', "{{policy}}"),)),
+    ("Mean reward before and in the newest batch", "none", (('millrace_step_metric{metric="rollout_reward_mean"}', "rollouts finished since the batch before, raw, failures excluded: {{policy}}"), ('millrace_step_metric{metric="batch_reward_mean"}', "sequences of the batch, as trained: {{policy}}"))),
     ("Tokens per second", "short", (("sum by (instance) (rate(millrace_tokens_generated_total[1m]))", "sampled by {{instance}}"), ("millrace_training_tokens_per_second", "trained by {{instance}}"))),
     ("Sequences on the way", "short", (("millrace_expected_sequences", "played, {{policy}}"), ("millrace_buffered_sequences", "buffered, {{policy}}"), ("millrace_quota_sequences", "quota, {{policy}}"))),
     ("Staleness", "none", (('millrace_step_metric{metric=~"staleness_mean|staleness_max"}', "{{metric}}, {{policy}}"),)),
     ("Where the time goes", "percentunit", (("sum by (component, activity, on) (rate(millrace_activity_seconds_total[1m])) / ignoring (activity, on) group_left sum by (component) (rate(millrace_activity_seconds_total[1m]))", "{{component}}: {{activity}} {{on}}"),)),
     ("Stalls", "s", (("millrace_stalled_seconds", "{{component}}: {{cause}}"), ("millrace_waits", "waits"))),
-    ("Dropped and failed", "short", (("rate(millrace_sequences_dropped_total[1m])", "{{reason}}"), ("rate(millrace_rollout_failures_total[1m])", "failed: {{reason}}"), ("rate(millrace_records_dropped_total[1m])", "records: {{outcome}}"))),
+    ("Sequences dropped and rollouts failed, per second", "short", (("rate(millrace_sequences_dropped_total[1m])", "{{reason}}"), ("rate(millrace_rollout_failures_total[1m])", "failed: {{reason}}"), ("rate(millrace_records_dropped_total[1m])", "records: {{outcome}}"))),
     ("Loss and gradient norm", "none", (('millrace_step_metric{metric=~"trainer/(loss|grad_norm|mismatch_kl|entropy)"}', "{{metric}}, {{policy}}"),)),
+    ("Trained tokens without gradient, effective samples", "percentunit", (('millrace_step_metric{metric=~"trainer/zero_gradient_(of_positive_|of_negative_)?share"}', "{{metric}}, {{policy}}"), ('millrace_step_metric{metric="trainer/effective_sample_share_min"}', "{{metric}}, {{policy}}"))),
     ("Training step", "s", (("millrace_step_seconds", "{{instance}}"),)),
     ("Weights", "s", (("millrace_weight_fetch_seconds", "fetch, {{instance}}"), ("millrace_weight_swap_pause_seconds", "pause, {{instance}}"))),
     ("Weights sent", "Bps", (("rate(millrace_weight_bytes_sent_total[1m])", "{{instance}}"),)),

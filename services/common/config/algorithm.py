@@ -59,6 +59,8 @@ class RejectionConfig(Section):
     def _check_bounds(self) -> RejectionConfig:
         if self.criterion != "ratio" and self.lower is not None:
             raise ValueError(f"lower is of criterion: ratio; {self.criterion} is 0 where the policies agree")
+        if self.level == "token" and self.reduce != "mean":
+            raise ValueError(f"reduce: {self.reduce} is of level: sequence; a token has one value")
         if self.lower is None and self.upper is None:
             raise ValueError("write lower, upper or both: without a bound nothing is rejected")
         if self.lower is not None and self.upper is not None and self.lower >= self.upper:
@@ -136,6 +138,10 @@ class AlgorithmConfig(CreditConfig):
 
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:
+        if self.rejection_denominator == "kept" and not self.rejection:
+            raise ValueError(
+                "rejection_denominator: kept is of what rejection leaves out; write rejection, or leave it out"
+            )
         by_constant = self.loss_aggregation in ("constant", "sum")
         if by_constant and self.constant_denominator is None:
             raise ValueError(

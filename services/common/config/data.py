@@ -92,14 +92,21 @@ class DataConfig(Section):
         """The datasets by the path of their section."""
         return {TRAIN: self.train} | {f"{EVALUATION}.{name}": config for name, config in self.evaluation.items()}
 
+    def seed_of(self, section: str, run_seed: int) -> int:
+        """What a section's generator is called with, and training tasks are ordered by."""
+        return self.sections()[section].seed + (run_seed if section == TRAIN else 0)
+
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy (evaluation only)."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus; log-probabilities are renormalised over what is kept."""
+    """Nucleus: draw from the likeliest tokens that together have this probability."""
     top_k: int = Field(default=0, ge=0)
-    """Keep the k likeliest tokens; 0 is off. Log-probabilities are renormalised over what is kept."""
+    """Draw from the k likeliest tokens; 0 is off."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Draw from the tokens that have at least this share of the likeliest one's probability; 0 is off. What top_k, top_p and
+    min_p keep is recorded with every training token, and log-probabilities are taken over it in engine and trainer."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """Budget of one generation (one turn)."""
     min_new_tokens: int = Field(default=0, ge=0)
@@ -110,6 +117,11 @@ class SamplingConfig(Section):
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}")
         return self
+
+    def cuts(self) -> list[str]:
+        """The settings, with their values, that let tokens be drawn from a part of the distribution only."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_new_tokens": 0}
+        return [f"{key} {getattr(self, key)}" for key, value in off.items() if getattr(self, key) != value]
 
 
 class EvaluationConfig(Section):

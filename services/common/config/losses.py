@@ -19,6 +19,7 @@ WeightLevel = Literal["token", "sequence", "sequence_mean"]
 ImportanceLevel = Literal["token", "sequence", "sequence_mean", "none"]
 
 DEFAULT_LOSS = "m2po"
+DEFAULT_CAP = 5.0
 IMPORT_PATH = "package.module:function"  # the tag of a loss that is named by import path
 
 
@@ -47,7 +48,7 @@ class ImportanceSettings(AlgorithmConfig):
     """A weight for each `token`; or one for all tokens of a sequence: the product of their ratios (`sequence`), or its geometric
     mean (`sequence_mean`)."""
 
-    importance_cap: float = Field(default=5.0, gt=0.0)
+    importance_cap: float = Field(default=DEFAULT_CAP, gt=0.0)
     """Weights above this are truncated to it (`tis`, `cispo`), or their tokens dropped (`decoupled_ppo`, `m2po_mask`)."""
 
     importance_floor: float = Field(default=0.0, ge=0.0)
@@ -55,6 +56,8 @@ class ImportanceSettings(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _check_importance(self) -> ImportanceSettings:
+        if self.importance_level == "none" and (self.importance_floor, self.importance_cap) != (0.0, DEFAULT_CAP):
+            raise ValueError("importance_level: none has no weight that importance_cap or importance_floor could bound")
         if self.importance_floor >= self.importance_cap:
             raise ValueError(
                 f"importance_floor ({self.importance_floor}) must be below importance_cap ({self.importance_cap})"

@@ -22,6 +22,7 @@ from services.common.config.services import (
     RolloutConfig,
     WarmStartConfig,
 )
+from services.common.config.sglang import MASK_TOKENS
 from services.common.loopback import is_loopback
 
 
@@ -31,7 +32,7 @@ class RunConfig(Section):
     dir: str = "runs"
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
-    """Seeds data order, sampling and initial weights."""
+    """Seeds data order, episodes, sampling, what is resampled and replayed, and initial weights (docs/workflows.md)."""
     steps: int = Field(default=100, ge=0)
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
@@ -96,10 +97,26 @@ class Recipe(Section):
             raise ValueError(
                 "sampling.temperature is 0: greedy rollouts of a group are all alike; write a value above 0"
             )
+        self._check_sampling()
         self._check_evaluation()
         self._check_evaluation_fits()
         self._check_security()
         return self
+
+    def _check_sampling(self) -> None:
+        cuts = self.sampling.cuts() if self.run.steps else []
+        for name, service in self.inference.items():
+            if cuts and not service.tells_kept_tokens:
+                raise ValueError(
+                    f"sampling has {', '.join(cuts)}, and the {service.engine} engine of inference.{name} does not tell which "
+                    f"tokens that leaves to draw from, so what it samples cannot be trained: write inference.{name}.engine "
+                    "torch or sglang, or top_p 1, top_k 0, min_p 0 and min_new_tokens 0 (evaluation.samplings may truncate)"
+                )
+            if service.engine == "sglang" and self.sampling.top_k > MASK_TOKENS:
+                raise ValueError(
+                    f"sampling.top_k is {self.sampling.top_k}, and the SGLang servers of inference.{name} tell of at most "
+                    f"{MASK_TOKENS} tokens which could be drawn: write fewer, or 0 (off)"
+                )
 
     def _check_security(self) -> None:
         away = [f"{where} is {host}" for where, host in self.hosts.items() if not is_loopback(host)]

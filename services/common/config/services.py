@@ -145,6 +145,11 @@ class InferenceConfig(Section):
     endpoint: EndpointConfig = EndpointConfig()
     """The OpenAI-compatible endpoint, for the workflow `external_agent`."""
 
+    @property
+    def tells_kept_tokens(self) -> bool:
+        """Whether the engine says which tokens a truncated sampling could draw, without which its samples are not trained."""
+        return self.engine != "scripted"
+
 
 class WarmStartConfig(Section):
     builder: str

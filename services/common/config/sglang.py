@@ -8,6 +8,8 @@ from pydantic import Field
 
 from services.common.config.base import Section
 
+MASK_TOKENS = 1024  # of a cut distribution, how many tokens a server can list at most; it is started with this
+
 
 class SglangConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)

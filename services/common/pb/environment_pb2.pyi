@@ -125,7 +125,7 @@ class CreateEpisodeRequest(google.protobuf.message.Message):
     task_json: builtins.bytes
     """The task's dataset row as JSON."""
     seed: builtins.int
-    """Seeds whatever the environment draws."""
+    """Seeds whatever the environment draws: one for all rollouts of a task group."""
     def __init__(
         self,
         *,

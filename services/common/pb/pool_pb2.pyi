@@ -321,7 +321,7 @@ class RunTaskGroup(google.protobuf.message.Message):
     purpose: services.common.pb.trajectory_pb2.Purpose.ValueType
     """What it is for."""
     seed: builtins.int
-    """Seeds whatever the workflow draws."""
+    """Seeds the episodes of all slots alike; with a slot's index, what that slot samples."""
     @property
     def task(self) -> services.common.pb.trajectory_pb2.Task:
         """Its task."""

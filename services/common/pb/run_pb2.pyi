@@ -293,7 +293,9 @@ class PolicyProgress(google.protobuf.message.Message):
     num_expected: builtins.int
     """Sequences expected from running task groups."""
     reward_mean: builtins.float
-    """Mean training reward of the last batch, before filtering."""
+    """Mean raw reward of the training rollouts that finished between the last two batches, failures excluded; 0 when none
+    did, and then rollout_reward_mean is not among the metrics.
+    """
     staleness_max: builtins.int
     """Largest staleness in the last batch."""
     trainer_state: builtins.str
@@ -445,6 +447,8 @@ class EvaluationResult(google.protobuf.message.Message):
     PINNED_FIELD_NUMBER: builtins.int
     DATASETS_FIELD_NUMBER: builtins.int
     ROLES_FIELD_NUMBER: builtins.int
+    COMPARED_WITH_FIELD_NUMBER: builtins.int
+    DIFFERENCE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
@@ -455,6 +459,8 @@ class EvaluationResult(google.protobuf.message.Message):
     """Of these, failed ones."""
     pinned: builtins.bool
     """Whether every trajectory was sampled from exactly `versions`."""
+    compared_with: builtins.str
+    """The run's first evaluation of the same kind; empty for that one."""
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """The version of each policy."""
@@ -471,6 +477,10 @@ class EvaluationResult(google.protobuf.message.Message):
     def roles(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Mean reward of the sequences of each "policy/role/attempt" that were played."""
 
+    @property
+    def difference(self) -> Global___Estimate:
+        """How much higher the mean reward is than there, paired by tasks; unset where that cannot be said."""
+
     def __init__(
         self,
         *,
@@ -483,8 +493,11 @@ class EvaluationResult(google.protobuf.message.Message):
         pinned: builtins.bool = ...,
         datasets: collections.abc.Iterable[Global___DatasetScore] | None = ...,
         roles: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        compared_with: builtins.str = ...,
+        difference: Global___Estimate | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["difference", b"difference"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compared_with", b"compared_with", "datasets", b"datasets", "difference", b"difference", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
 
 Global___EvaluationResult: typing_extensions.TypeAlias = EvaluationResult
 
@@ -500,6 +513,7 @@ class DatasetScore(google.protobuf.message.Message):
     MEAN_REWARD_FIELD_NUMBER: builtins.int
     PASS_AT_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    DIFFERENCE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """The dataset, as the recipe calls it."""
     num_items: builtins.int
@@ -518,6 +532,10 @@ class DatasetScore(google.protobuf.message.Message):
     def failed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Tasks with a failed sample, by id."""
 
+    @property
+    def difference(self) -> Global___Estimate:
+        """How much higher the mean reward is than in the evaluation that this one is compared with, paired by tasks."""
+
     def __init__(
         self,
         *,
@@ -527,9 +545,10 @@ class DatasetScore(google.protobuf.message.Message):
         mean_reward: Global___Estimate | None = ...,
         pass_at: collections.abc.Iterable[Global___PassAt] | None = ...,
         failed: collections.abc.Iterable[builtins.str] | None = ...,
+        difference: Global___Estimate | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["mean_reward", b"mean_reward"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failed", b"failed", "mean_reward", b"mean_reward", "name", b"name", "num_items", b"num_items", "pass_at", b"pass_at", "samples_per_item", b"samples_per_item"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["difference", b"difference", "mean_reward", b"mean_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["difference", b"difference", "failed", b"failed", "mean_reward", b"mean_reward", "name", b"name", "num_items", b"num_items", "pass_at", b"pass_at", "samples_per_item", b"samples_per_item"]) -> None: ...
 
 Global___DatasetScore: typing_extensions.TypeAlias = DatasetScore
 

@@ -117,6 +117,8 @@ class Segment(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: builtins.int
     MIXED_CACHE_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
     source: Global___TokenSource.ValueType
     """Who wrote these tokens."""
     token_ids: builtins.bytes
@@ -129,6 +131,12 @@ class Segment(google.protobuf.message.Message):
     """The weight version that computed these tokens; -1 for the environment."""
     mixed_cache: builtins.bool
     """Sampled on a KV cache that older weights had computed in part."""
+    kept: builtins.bytes
+    """Which tokens could be drawn for each of these, where the sampling was truncated: packed by
+    services/common/kept_tokens.py. Empty: each was drawn from the whole vocabulary.
+    """
+    temperature: builtins.float
+    """The temperature that they were drawn at; absent: that of the recipe."""
     def __init__(
         self,
         *,
@@ -137,8 +145,12 @@ class Segment(google.protobuf.message.Message):
         logprobs: builtins.bytes = ...,
         weight_version: builtins.int = ...,
         mixed_cache: builtins.bool = ...,
+        kept: builtins.bytes = ...,
+        temperature: builtins.float | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "mixed_cache", b"mixed_cache", "source", b"source", "token_ids", b"token_ids", "weight_version", b"weight_version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "kept", b"kept", "logprobs", b"logprobs", "mixed_cache", b"mixed_cache", "source", b"source", "temperature", b"temperature", "token_ids", b"token_ids", "weight_version", b"weight_version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
 
 Global___Segment: typing_extensions.TypeAlias = Segment
 
@@ -450,6 +462,7 @@ class Sampling(google.protobuf.message.Message):
     TOP_K_FIELD_NUMBER: builtins.int
     MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 is greedy."""
     top_p: builtins.float
@@ -460,6 +473,8 @@ class Sampling(google.protobuf.message.Message):
     """The budget of one generation, over interruptions and weight swaps alike."""
     min_new_tokens: builtins.int
     """Stop tokens are not drawn before this many."""
+    min_p: builtins.float
+    """Keep what has at least this share of the likeliest token's probability; 0 is off."""
     def __init__(
         self,
         *,
@@ -468,13 +483,16 @@ class Sampling(google.protobuf.message.Message):
         top_k: builtins.int | None = ...,
         max_new_tokens: builtins.int | None = ...,
         min_new_tokens: builtins.int | None = ...,
+        min_p: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_new_tokens", b"_max_new_tokens"]) -> typing.Literal["max_new_tokens"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_new_tokens", b"_min_new_tokens"]) -> typing.Literal["min_new_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
     @typing.overload

@@ -44,6 +44,8 @@ class GenerationRequest:
     seed: int | None = None
     forced_ids: tuple[int, ...] | None = None
     """What to say instead of sampling, one token per decoding step. The forced engine asks for it, others refuse it."""
+    record_kept: bool = True
+    """Whether segments say which tokens could be drawn, where the sampling is truncated. Evaluation does without."""
     watch: Watch | None = field(default=None, compare=False)
     """Called in the engine's thread, so it must be quick. An engine that cannot call it leaves it out: whoever watches
     looks at the finished generation for what it was not told."""

@@ -24,6 +24,7 @@ import structlog
 import torch
 
 from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError
+from services.common.kept_tokens import KeptRow, pack
 from services.common.types import Segment
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.batching import bucket_bounds, plan_moves
@@ -48,6 +49,9 @@ class Entry:
     done: Callable[[Generation | MillraceError], None]
     marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first position, version, mixed cache)
     slot: int = -1
+    kept: list[KeptRow] = field(
+        default_factory=list
+    )  # of the first generated tokens: what is cut later, is cut at first
 
 
 @dataclass(slots=True)
@@ -156,11 +160,14 @@ class Core:
         logits = self.decoder.decode(
             torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), buckets
         )
-        sampled, logprobs = sample(logits, table.sampling_rows(num_rows))
-        broken = np.flatnonzero(live & ~np.isfinite(logprobs))
+        drawn = sample(logits, table.sampling_rows(num_rows))
+        broken = np.flatnonzero(live & ~np.isfinite(drawn.logprobs))
         for slot in broken.tolist():
             self._break(slot)
-        stopped, full = table.append(sampled, logprobs)
+        for row, kept in drawn.kept.items():
+            if (entry := self._rows[row]) is not None:
+                entry.kept.append(kept)
+        stopped, full = table.append(drawn.tokens, drawn.logprobs)
         self.counters.steps += 1
         num_emitted = int(live.sum()) - len(broken)
         self.counters.generated += num_emitted
@@ -215,7 +222,16 @@ class Core:
     def _place(self, entry: Entry, slot: int, prompt: Any, cached: int) -> None:
         request = entry.request
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        self.table.occupy(slot, prompt, cached, request.sampling, request.stop_token_ids, seed, request.forced_ids)
+        self.table.occupy(
+            slot,
+            prompt,
+            cached,
+            request.sampling,
+            request.stop_token_ids,
+            seed,
+            request.forced_ids,
+            request.record_kept,
+        )
         self._rows[slot] = entry
         entry.slot = slot
         entry.marks.append((len(prompt), self.version, False))
@@ -296,8 +312,15 @@ class Core:
             return ()
         slot, table = entry.slot, self.table
         ends = [start for start, _, _ in entry.marks[1:]] + [int(table.length[slot])]
+        first = entry.marks[0][0]
         return tuple(
-            Segment.policy(table.tokens[slot, start:end].copy(), table.logprobs[slot, start:end].copy(), version, mixed)
+            Segment.policy(
+                table.tokens[slot, start:end].copy(),
+                table.logprobs[slot, start:end].copy(),
+                version,
+                mixed,
+                pack(entry.kept[start - first : end - first], end - start),
+            )
             for (start, version, mixed), end in zip(entry.marks, ends, strict=True)
             if end > start
         )

@@ -41,6 +41,8 @@ def check_request(
         problem = f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
     elif sampling.top_k < 0:
         problem = f"top_k is {sampling.top_k}; it must be 0 (off) or more"
+    elif not 0 <= sampling.min_p < 1:
+        problem = f"min_p is {sampling.min_p}; it must be 0 (off) or more, and below 1"
     elif forced:
         problem = _problem_with_forced(request, vocab_size)
     elif request.forced_ids is not None:

@@ -176,6 +176,11 @@ class ScriptedEngine:
         if request.request_id in self._by_id:
             raise InvalidRequestError(f"request {request.request_id!r} is already being generated")
         check_request(request, context_length=self._context_length)
+        if request.sampling.is_truncated and request.record_kept:
+            raise InvalidRequestError(
+                f"request {request.request_id!r}: a scripted engine cannot tell which tokens top_k, top_p and min_p keep; "
+                "write engine: torch, or top_p 1, top_k 0 and min_p 0"
+            )
         tokens, finish_reason = self._say(request)
         entry = _Entry(request=request, tokens=tokens, finish_reason=finish_reason)
         self._by_id[request.request_id] = entry

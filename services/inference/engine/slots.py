@@ -37,6 +37,8 @@ class SlotTable:
         self._temperature = np.ones(num_slots, dtype=np.float32)
         self._top_p = np.ones(num_slots, dtype=np.float32)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
+        self._min_p = np.zeros(num_slots, dtype=np.float32)
+        self._record = np.zeros(num_slots, dtype=np.bool_)
         self._seed = np.zeros(num_slots, dtype=np.uint64)
         self._stop_ids = np.full((num_slots, 1), -1, dtype=np.int64)
         # [num_slots, context_length] tokens to say at the positions where they will stand, -1 where one is drawn; made
@@ -88,6 +90,7 @@ class SlotTable:
         stops: tuple[int, ...],
         seed: int,
         forced: tuple[int, ...] | None = None,
+        record: bool = True,
     ) -> None:
         num_prompt = len(prompt)
         self._clock += 1
@@ -103,6 +106,8 @@ class SlotTable:
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k
+        self._min_p[slot] = sampling.min_p
+        self._record[slot] = record
         self._seed[slot] = np.uint64(seed & 0xFFFF_FFFF_FFFF_FFFF)
         if len(stops) > self._stop_ids.shape[1]:
             wider = np.full((self.num_slots, len(stops)), -1, dtype=np.int64)
@@ -137,7 +142,7 @@ class SlotTable:
             *(() if self._forced is None else (self._forced,)),
             *(self.tokens, self.logprobs, self.length, self.cached, self.live, self.mixed, self._last_used),
             *(self._min_length, self.max_length, self._prompt_length, self._temperature, self._top_p, self._top_k),
-            *(self._seed, self._stop_ids),
+            *(self._seed, self._stop_ids, self._min_p, self._record),
         ):
             column[targets] = column[sources]
 
@@ -155,9 +160,11 @@ class SlotTable:
             temperature=np.where(live, self._temperature[:num_rows], np.float32(1)),
             top_p=np.where(live, self._top_p[:num_rows], np.float32(1)),
             top_k=np.where(live, self._top_k[:num_rows], 0),
+            min_p=np.where(live, self._min_p[:num_rows], np.float32(0)),
             suppress_stop=live & (length < self._min_length[:num_rows]),
             stop_ids=self._stop_ids[:num_rows],
             uniform=uniform_noise(self._seed[:num_rows], length - self._prompt_length[:num_rows]),
+            record=live & self._record[:num_rows],
             forced=self._forced_next(live, length),
         )
 

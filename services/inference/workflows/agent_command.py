@@ -22,7 +22,9 @@ class AgentFailedError(RuntimeError):
     """The agent failed, not the machinery under it: its rollout is a failure, and is not played again."""
 
 
-async def run_command(command: Sequence[str], task: Mapping[str, Any], base_url: str, session: str) -> float | None:
+async def run_command(
+    command: Sequence[str], task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]
+) -> float | None:
     """The reward that the program prints as its last line, ``{"reward": 1.0}``, or None. Raises ``AgentFailedError``.
 
     Cancelled, it ends the program and all that it started.
@@ -32,6 +34,7 @@ async def run_command(command: Sequence[str], task: Mapping[str, Any], base_url:
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": session,  # of the endpoint; it is the session, for clients that send no other header
         "MILLRACE_SESSION": session,
+        **{f"MILLRACE_{name.upper()}": str(seed) for name, seed in seeds.items()},
     }
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     async with contextlib.AsyncExitStack() as stack:

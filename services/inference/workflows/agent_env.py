@@ -48,7 +48,7 @@ class AgentEnv:
         return self._settings.named_policies()
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
-        episode = await context.gateway.create_episode(self._settings.environment, task, context.seed)
+        episode = await context.gateway.create_episode(self._settings.environment, task, context.episode_seed)
         try:
             return await self._play(episode.episode_id, episode.observation, context)
         finally:

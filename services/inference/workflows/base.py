@@ -174,7 +174,8 @@ class WorkflowContext:
     policies: Mapping[str, PolicyClient]
     gateway: Gateway
     sampling: Sampling
-    seed: int  # of this slot, for whatever the workflow draws
+    seed: int  # of this slot: what is sampled, and what the workflow draws for this rollout alone
+    episode_seed: int  # of the task group: what all its rollouts play, such as an environment's start
     purpose: Purpose = Purpose.TRAIN
     endpoint: Endpoint | None = None  # of this replica; None where it serves none
 

@@ -19,7 +19,8 @@ import orjson
 
 from services.common.chat import Message
 from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError, PromptTooLongError
-from services.common.types import Sampling, StopReason
+from services.common.kept_tokens import WHOLE, pack
+from services.common.types import Purpose, Sampling, StopReason
 from services.common.types import Sequence as TokenSequence
 from services.inference.engine.base import FinishReason, Generation
 from services.inference.workflows.base import PolicyClient
@@ -93,8 +94,10 @@ class CapturedSession:
         client_sampling: bool = False,
         max_sequences: int = 64,
         thinking: bool | None = None,
+        purpose: Purpose = Purpose.TRAIN,
     ) -> None:
-        """``client_sampling``: temperature, top_p and seed of requests count, instead of the run's."""
+        """``client_sampling``: temperature, top_p and seed of requests count, instead of the run's. What is captured then
+        says what each turn was sampled with, and is trained under that."""
         self.policies = policies
         self.default_policy = default_policy or (next(iter(policies)) if len(policies) == 1 else None)
         self.failure: MillraceError | None = None  # of the machinery; an agent may have swallowed it
@@ -104,6 +107,7 @@ class CapturedSession:
         self._client_sampling = client_sampling
         self._max_sequences = max_sequences
         self._thinking = thinking
+        self._purpose = purpose
         self._threads: list[Thread] = []
 
     # -- asking -------------------------------------------------------------------------------------------------
@@ -197,18 +201,19 @@ class CapturedSession:
 
     async def _speak(self, ask: Ask, thread: Thread, on_token: Callable[[int], None] | None) -> CapturedTurn:
         chat = self.policies[thread.policy].chat
+        sampling = self._sampling_of(ask)
         watch = StopWatch(chat, ask.stop, on_token)
         num_prompt_tokens = thread.conversation.num_tokens
         thread.busy = True
         try:
             sampled = await thread.conversation.sample(
-                self._sampling_of(ask),
+                sampling,
                 watch=watch.told if ask.stop or on_token is not None else None,
                 seed=ask.seed if self._client_sampling else None,
             )
         finally:
             thread.busy = False
-        generation = watch.finish(sampled)
+        generation = self._as_sampled(watch.finish(sampled), sampling)
         if thread not in self._threads:
             # Others may have begun at the same time: numbered in the order in which they are first answered.
             thread.number = sum(other.policy == thread.policy for other in self._threads)
@@ -233,12 +238,30 @@ class CapturedSession:
             budget = min(ask.max_tokens, sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=budget, min_new_tokens=min(budget, sampling.min_new_tokens))
         if self._client_sampling:
+            if ask.temperature == 0 and self._purpose is Purpose.TRAIN:
+                raise InvalidRequestError(
+                    "temperature is 0, and greedy tokens cannot be trained: there is no distribution that they were drawn "
+                    "from. Send a temperature above 0, or none to take the run's",
+                    param="temperature",
+                )
             sampling = replace(
                 sampling,
                 temperature=sampling.temperature if ask.temperature is None else ask.temperature,
                 top_p=sampling.top_p if ask.top_p is None else ask.top_p,
             )
         return sampling
+
+    def _as_sampled(self, generation: Generation, sampling: Sampling) -> Generation:
+        """The generation, saying how it was sampled where that is not the run's way."""
+        temperature = None if sampling.temperature == self._sampling.temperature else sampling.temperature
+        widened = self._sampling.is_truncated and not sampling.is_truncated
+        if temperature is None and not widened:
+            return generation
+        segments = tuple(
+            replace(s, temperature=temperature, kept=pack([WHOLE], s.num_tokens) if widened else s.kept)
+            for s in generation.segments
+        )
+        return replace(generation, segments=segments)
 
     # -- what was captured --------------------------------------------------------------------------------------
 

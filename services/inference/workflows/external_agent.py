@@ -35,10 +35,12 @@ _THREADS = DaemonThreads(256)  # for agents that are plain functions; they mostl
 
 class ExternalAgentSettings(Section):
     agent: str | None = None
-    """Import path (`package.module:function`) of `async def agent(task, base_url, session, ...) -> float | None`."""
+    """Import path (`package.module:function`) of `async def agent(task, base_url, session, ...) -> float | None`. One with
+    parameters `seed` (this rollout's) or `episode_seed` (the task group's) is given them."""
     command: list[str] = []
     """Instead of `agent`: a program and its arguments. It reads the task as JSON from stdin, and OPENAI_BASE_URL,
-    OPENAI_API_KEY and MILLRACE_SESSION from its environment; `{"reward": ...}` as its last line is its reward."""
+    OPENAI_API_KEY, MILLRACE_SESSION, MILLRACE_SEED and MILLRACE_EPISODE_SEED from its environment; `{"reward": ...}` as its
+    last line is its reward."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""
     reward: str | None = None
@@ -52,8 +54,8 @@ class ExternalAgentSettings(Section):
     """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
     refused."""
     client_sampling: bool = False
-    """Whether temperature, top_p and seed of requests count. Off, the recipe's `sampling` holds: what is trained should be
-    sampled as the trainer assumes."""
+    """Whether temperature, top_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then trained at
+    the temperature and over the tokens that it was sampled with; temperature 0 is refused, except in evaluation."""
     max_sequences: int = Field(default=64, ge=1)
     """Of one trajectory; a request that would begin another is refused."""
     thinking: bool | None = None
@@ -74,6 +76,7 @@ class ExternalAgent:
         self._agent: Any = load_object(settings.agent) if settings.agent else None
         if self._agent is not None and not callable(self._agent):
             raise ConfigError(f"workflow.settings.agent: {settings.agent} is no function of (task, base_url, session)")
+        self._takes = _parameters(self._agent) if self._agent is not None else frozenset()
         self._grade = build_grader(settings.reward) if settings.reward is not None else None
 
     def policies(self) -> tuple[str, ...]:
@@ -106,10 +109,12 @@ class ExternalAgent:
             client_sampling=settings.client_sampling,
             max_sequences=settings.max_sequences,
             thinking=settings.thinking,
+            purpose=context.purpose,
         )
         try:
             with context.endpoint.opened(session) as session_id:
-                given = await self._in_time(task.data, context.endpoint.base_url, session_id)
+                seeds = {"seed": context.seed, "episode_seed": context.episode_seed}
+                given = await self._in_time(task.data, context.endpoint.base_url, session_id, seeds)
         except Exception:  # what broke under the agent explains what the agent raised
             if session.failure is not None:
                 raise session.failure from None
@@ -121,13 +126,14 @@ class ExternalAgent:
         reward, unparsed = await self._reward(given, task, context, session.last.text)
         return Outcome(sequences=session.sequences(reward), reward=reward, metrics={"reward_unparsed": float(unparsed)})
 
-    async def _in_time(self, task: Mapping[str, Any], base_url: str, session: str) -> Any:
+    async def _in_time(self, task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]) -> Any:
         limit = asyncio.timeout(self._settings.timeout_s)
         try:
             async with limit:
                 if self._agent is None:
-                    return await run_command(self._settings.command, task, base_url, session)
-                call = {"base_url": base_url, "session": session, **self._settings.arguments}
+                    return await run_command(self._settings.command, task, base_url, session, seeds)
+                wanted = {name: seed for name, seed in seeds.items() if name in self._takes}
+                call = {"base_url": base_url, "session": session, **wanted, **self._settings.arguments}
                 if inspect.iscoroutinefunction(self._agent):
                     return await self._agent(task, **call)
                 # In a thread: a client that blocks must not stop the endpoint that it waits for.
@@ -150,3 +156,10 @@ class ExternalAgent:
             raise ConfigError("the agent returned no reward and workflow.settings.reward names none")
         graded = await self._grade(context.gateway, task, text)
         return graded.value, graded.unparsed
+
+
+def _parameters(agent: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(agent).parameters)
+    except ValueError:  # a callable written in C says nothing of its parameters
+        return frozenset()

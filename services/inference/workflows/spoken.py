@@ -101,9 +101,5 @@ def _first_tokens(segments: Sequence[Segment], num_tokens: int) -> tuple[Segment
         if not size:
             break
         num_tokens -= size
-        kept.append(
-            Segment.policy(
-                segment.token_ids[:size], segment.logprobs[:size], segment.weight_version, segment.mixed_cache
-            )
-        )
+        kept.append(segment.head(size))
     return tuple(kept)

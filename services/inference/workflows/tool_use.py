@@ -96,7 +96,7 @@ class ToolUse:
         conversation = self._begin(task, context)
         statistics = ToolStatistics()
         turns: list[Turn] = []
-        async with opened(self._tools, task, context.seed, context.gateway) as tools:
+        async with opened(self._tools, task, context.episode_seed, context.gateway) as tools:
             end = await self._play(conversation, context.gateway, tools, statistics, turns)
         return ToolDialogue(
             conversation=conversation,

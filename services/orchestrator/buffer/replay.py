@@ -2,24 +2,25 @@
 
 A batch draws whole groups at random until it has what it wants, none twice. What is older than the store's own bound on
 staleness leaves when the version advances, so that nothing older can be drawn. What is drawn stays. The draw depends on
-policy, training step and contents alone. Knows nothing about quotas, journals or how a batch is recorded.
+``run.seed``, policy, training step and contents alone. Knows nothing about quotas, journals or how a batch is recorded.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections import deque
 from collections.abc import Iterable
 
 from services.common.config.policy import ReplayConfig
+from services.common.seeds import derived_seed
 from services.orchestrator.groups import AdvantageGroup
 
 
 class ReplayStore:
-    def __init__(self, policy: str, config: ReplayConfig) -> None:
+    def __init__(self, policy: str, config: ReplayConfig, seed: int) -> None:
         self._policy = policy
         self._config = config
+        self._seed = seed  # of the run
         self._groups: deque[AdvantageGroup] = deque()
         self.version = 0
         self.num_sequences = 0
@@ -48,7 +49,7 @@ class ReplayStore:
     def draw(self, training_step: int, num_sequences: int) -> list[AdvantageGroup]:
         """Groups with at least so many sequences, or all there are."""
         candidates = list(self._groups)
-        random.Random(zlib.crc32(f"{self._policy}/{training_step}".encode())).shuffle(candidates)
+        random.Random(derived_seed(self._seed, "replay", self._policy, training_step)).shuffle(candidates)
         drawn: list[AdvantageGroup] = []
         count = 0
         for group in candidates:

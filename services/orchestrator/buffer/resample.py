@@ -10,11 +10,11 @@ A pure function of rewards and penalties: what was kept can be computed again at
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 from typing import Literal
 
 from services.common.config.policy import ResampleConfig
+from services.common.seeds import derived_seed
 from services.orchestrator.groups import AdvantageGroup, part_of
 
 Positives = Literal["lowest", "weighted"]
@@ -82,11 +82,12 @@ def resample_on_correct(
     return sorted(kept_good + kept_bad)
 
 
-def resample_group(group: AdvantageGroup, config: ResampleConfig) -> AdvantageGroup | None:
+def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> AdvantageGroup | None:
     """What is kept of a group, with statistics over what is kept; None when nothing is. Rollouts that left no sequence are
     chosen like the others, after them.
 
-    The seed of what is drawn is the task group's name, so that a recovered orchestrator draws the same.
+    ``seed`` is that of the task group's order, which is journaled: a recovered orchestrator draws the same, and so does
+    another run with the same ``run.seed``.
     """
     kept = resample_on_correct(
         [member.sequence.reward for member in group.members] + list(group.silent),
@@ -95,7 +96,7 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig) -> AdvantageGr
         config.keep,
         positives=config.positives,
         negatives=config.negatives,
-        seed=zlib.crc32(f"{group.task_group_id}/{group.policy}/{group.role}/{group.attempt}".encode()),
+        seed=derived_seed(seed, "resample", group.policy, group.role, group.attempt),
     )
     return part_of(group, kept) if kept else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -87,6 +87,8 @@ class EvaluationResult:
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()
     roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
+    compared_with: str = ""  # the run's first evaluation of this kind; empty for that one
+    difference: Estimate | None = None  # to it, of mean_reward, paired by items; None where it cannot be said
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -109,6 +111,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "temperature": order.sampling.temperature,
         "top_p": order.sampling.top_p,
         "top_k": order.sampling.top_k,
+        "min_p": order.sampling.min_p,
         "max_new_tokens": order.sampling.max_new_tokens,
         "min_new_tokens": order.sampling.min_new_tokens,
         "required_versions": _versions_to_json(order.required_versions),
@@ -134,6 +137,7 @@ def group_from_json(record: Json) -> GroupRecord:
                 temperature=record["temperature"],
                 top_p=record["top_p"],
                 top_k=record["top_k"],
+                min_p=record.get("min_p", 0.0),  # absent in journals that lack it
                 max_new_tokens=record["max_new_tokens"],
                 min_new_tokens=record["min_new_tokens"],
             ),
@@ -166,6 +170,16 @@ def born_from_json(record: Json) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberFate:
+    """What became of one sequence when its task group was complete."""
+
+    index: int  # slot of its rollout
+    position: int  # in the rollout's trajectory
+    num_tokens: int  # that the policy wrote
+    fate: fates.GroupFate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What became of one advantage group when its task group was complete."""
 
@@ -178,14 +192,28 @@ class Verdict:
     std: float
     outcome: fates.GroupFate
     num_expired: int = 0  # members that were too old already; they count in mean and std
+    members: tuple[MemberFate, ...] = ()  # all of them; empty in journals of earlier releases
 
 
 def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
-    return {"task_group_id": task_group_id, "advantage_groups": [asdict(verdict) for verdict in verdicts]}
+    return {"task_group_id": task_group_id, "advantage_groups": [_verdict_to_json(verdict) for verdict in verdicts]}
+
+
+def _verdict_to_json(verdict: Verdict) -> Json:
+    members = [
+        {"index": m.index, "position": m.position, "num_tokens": m.num_tokens, "fate": m.fate.value}
+        for m in verdict.members
+    ]
+    return {**asdict(replace(verdict, members=())), "members": members}
 
 
 def verdicts_from_json(record: Json) -> list[Verdict]:
-    return [Verdict(**{**found, "outcome": fates.GroupFate(found["outcome"])}) for found in record["advantage_groups"]]
+    return [_verdict_from_json(found) for found in record["advantage_groups"]]
+
+
+def _verdict_from_json(record: Json) -> Verdict:
+    members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record.get("members", ()))
+    return Verdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
 
 
 def batch_key(policy: str, training_step: int) -> str:
@@ -273,10 +301,15 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
                 "mean_reward": asdict(found.mean_reward),
                 "pass_at": [{"k": k, **asdict(share)} for k, share in found.pass_at],
                 "failed": list(found.failed),
+                "items": found.items,
+                "item_rewards": list(found.item_rewards),
+                "difference": _estimate_to_json(found.difference),
             }
             for found in result.datasets
         ],
         "roles": pairs(result.roles),
+        "compared_with": result.compared_with,
+        "difference": _estimate_to_json(result.difference),
     }
 
 
@@ -297,11 +330,24 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
                 mean_reward=Estimate(**found["mean_reward"]),
                 pass_at=tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
                 failed=tuple(found["failed"]),
+                items=found.get("items", ""),  # absent from journals of before they were compared
+                item_rewards=tuple(found.get("item_rewards", ())),
+                difference=_estimate_from_json(found.get("difference")),
             )
             for found in record["datasets"]
         ),
         roles=from_pairs(record["roles"]),
+        compared_with=record.get("compared_with", ""),
+        difference=_estimate_from_json(record.get("difference")),
     )
+
+
+def _estimate_to_json(found: Estimate | None) -> Json | None:
+    return None if found is None else asdict(found)
+
+
+def _estimate_from_json(found: Json | None) -> Estimate | None:
+    return None if found is None else Estimate(**found)
 
 
 def _versions_to_json(versions: Mapping[str, int]) -> list[Json]:

@@ -1,9 +1,11 @@
 """The journal's lines of what rollouts leave, trajectories and failures, in pairs as in ``records``.
 
-float32 log-probabilities are written as the shortest decimals that give the same float32 back.
+float32 log-probabilities are written as the shortest decimals that give the same float32 back, packed bytes in base64.
 """
 
 from __future__ import annotations
+
+import base64
 
 import numpy as np
 
@@ -67,6 +69,8 @@ def _sequence_to_json(sequence: Sequence) -> Json:
                 "source": segment.source.value,
                 "weight_version": segment.weight_version,
                 "mixed_cache": segment.mixed_cache,
+                "kept": base64.b64encode(segment.kept).decode(),
+                "temperature": segment.temperature,
                 "token_ids": segment.token_ids,
                 "logprobs": segment.logprobs,
             }
@@ -91,6 +95,8 @@ def _sequence_from_json(record: Json) -> Sequence:
                 logprobs=np.array(s["logprobs"], dtype=np.float32),
                 weight_version=s["weight_version"],
                 mixed_cache=s["mixed_cache"],
+                kept=base64.b64decode(s.get("kept", "")),  # absent, as `temperature`, in journals that lack them
+                temperature=s.get("temperature"),
             )
             for s in record["segments"]
         ),

@@ -21,19 +21,23 @@ from services.trainer.algorithms.base import masked, sequence_lengths
 def aggregate(
     per_token: torch.Tensor,
     mask: torch.Tensor,
-    counted: torch.Tensor,
     sequence_index: torch.Tensor,
     num_sequences: int,
     totals: MinibatchTotals,
     config: AlgorithmConfig,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[num_tokens] -> []. Sums are over ``mask``, lengths of sequences over ``counted``; ``totals`` are of the whole minibatch, over
-    all ranks."""
+    """[num_tokens] -> []. Sums are over ``mask``, lengths of sequences over ``counted`` (the mask where it is not given); ``totals`` are
+    of the whole minibatch, over all ranks."""
     values = masked(per_token, mask)
     if config.loss_aggregation == "token_mean":
         return values.sum() / max(totals.num_trained_tokens, 1)
     if config.loss_aggregation == "sequence_mean":
-        lengths = sequence_lengths(counted, sequence_index, num_sequences).clamp(min=1).to(values.dtype)
+        lengths = (
+            sequence_lengths(mask if counted is None else counted, sequence_index, num_sequences)
+            .clamp(min=1)
+            .to(values.dtype)
+        )
         return (values / lengths[sequence_index]).sum() / max(totals.num_sequences, 1)
     assert config.constant_denominator is not None
     per = max(totals.num_sequences, 1) if config.loss_aggregation == "constant" else 1

@@ -55,6 +55,7 @@ class PolicyLoss:
 
     per_token: torch.Tensor  # [num_tokens], zero where masked out
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: torch.Tensor | None = None  # [num_tokens] bool, what a cap or rejection takes out of the loss altogether
 
 
 LossFunction = Callable[[TokenBatch, Any], PolicyLoss]  # the second is the loss's own settings class

@@ -6,6 +6,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
+from services.trainer.metrics import RESERVED_COUNTS, RESERVED_PREFIXES
 
 
 class LossError(ConfigError):
@@ -16,7 +17,8 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     """``where`` names loss and step.
 
     Raises:
-        LossError: the result is no ``PolicyLoss`` of one floating-point number per token.
+        LossError: the result is no ``PolicyLoss`` of one floating-point number per token that depends on the policy, or has a
+            count by a name that no metric can have.
     """
     expected = f"a PolicyLoss whose per_token is a floating-point tensor of shape {list(tokens.logprobs.shape)}"
     if not isinstance(result, PolicyLoss):
@@ -28,6 +30,20 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
         raise LossError(
             f"{where} returned a per_token of shape {list(per_token.shape)} and {per_token.dtype}; expected {expected}"
         )
+    if tokens.logprobs.requires_grad and not per_token.requires_grad:
+        raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
+    left_out = result.left_out
+    if left_out is not None and (left_out.shape != tokens.logprobs.shape or left_out.dtype != torch.bool):
+        raise LossError(
+            f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a bool tensor of "
+            f"shape {list(tokens.logprobs.shape)}, or none"
+        )
+    for name in result.counts:
+        if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
+            raise LossError(
+                f"{where} returned a count named {name!r}; expected names that end in _tokens, and none of "
+                f"{', '.join(sorted(RESERVED_COUNTS))}, and no beginning {' or '.join(RESERVED_PREFIXES)}"
+            )
 
 
 def num_not_finite(per_token: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:

@@ -25,4 +25,5 @@ def decoupled_ppo(tokens: TokenBatch, config: DecoupledPpo | M2poMask) -> Policy
     return PolicyLoss(
         per_token=masked(weights * surrogate.per_token, tokens.mask & ~dropped),
         counts=surrogate.counts | {"dropped_tokens": (tokens.mask & dropped).sum()},
+        left_out=dropped,
     )

@@ -19,8 +19,8 @@ import torch
 def discounted_sums(values: torch.Tensor, sequence_index: torch.Tensor, factor: float) -> torch.Tensor:
     """Sum from each token to the end of its sequence, each step ahead weighted by ``factor``. [num_tokens] float64
 
-    By doubling: after round k a token holds the sum over the next 2^k tokens, so a sequence of n tokens takes log2(n)
-    rounds of one addition each.
+    By doubling: after round k a token holds the sum over the next 2^k tokens, so n tokens take log2(n) rounds of one
+    addition each.
 
     >>> discounted_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 1]), 0.5).tolist()
     [2.0, 2.0, 4.0]
@@ -28,9 +28,7 @@ def discounted_sums(values: torch.Tensor, sequence_index: torch.Tensor, factor: 
     sums = values.double()
     reach, weight = 1, factor
     while reach < len(sums) and weight != 0.0:
-        same = sequence_index[reach:] == sequence_index[:-reach]
-        if not bool(same.any()):
-            break
+        same = sequence_index[reach:] == sequence_index[:-reach]  # tokens of one sequence are neighbours
         ahead = torch.where(same, sums[reach:], torch.zeros_like(sums[reach:]))
         sums = torch.cat([sums[:-reach] + weight * ahead, sums[-reach:]])
         reach, weight = 2 * reach, weight * weight

@@ -37,4 +37,6 @@ def _change(tokens: TokenBatch) -> torch.Tensor:
 def _loss(tokens: TokenBatch, ended: torch.Tensor, config: Dppo | Ipo) -> PolicyLoss:
     d = log_ratio(tokens.logprobs, tokens.behaviour, config.log_ratio_clamp)
     loss = config.behaviour_penalty * d.square() - masked(d.exp() * tokens.advantages, ~ended)
-    return PolicyLoss(per_token=masked(loss, tokens.mask), counts={"ended_tokens": (tokens.mask & ended).sum()})
+    return PolicyLoss(
+        per_token=masked(loss, tokens.mask), counts={"ended_tokens": (tokens.mask & ended).sum()}, left_out=ended
+    )

@@ -56,7 +56,11 @@ async def play(
     )
     context = make_context(coder, FakeGateway(), max_new_tokens=8000)
     context = WorkflowContext(
-        policies={**context.policies, "model1": verifier}, gateway=gateway, sampling=context.sampling, seed=1
+        policies={**context.policies, "model1": verifier},
+        gateway=gateway,
+        sampling=context.sampling,
+        seed=1,
+        episode_seed=1,
     )
     task = Task(task_id="t", data=row or ROW)
     return await CodegenVerifier(CodegenVerifierSettings(case_time_s=3.0, num_cases=len(cases))).run(task, context)

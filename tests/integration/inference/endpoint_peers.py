@@ -95,6 +95,7 @@ def context_of(policy: ServedPolicy, server: EndpointServer, **gateway: Any) -> 
         gateway=FakeGateway(**gateway),
         sampling=Sampling(max_new_tokens=200),
         seed=1,
+        episode_seed=2,
         endpoint=server,
     )
 

@@ -9,13 +9,15 @@ from typing import Any
 import openai
 import pytest
 
-from services.common.types import Sampling
+from services.common.kept_tokens import unpack
+from services.common.types import Purpose, Sampling
 from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import FinishReason, GenerationRequest
 from services.inference.policies import ServedPolicy
 from tests.integration.inference.endpoint_peers import (
     ADD,
     POLICY,
+    Recorded,
     client_of,
     mismatches,
     play_tools,
@@ -323,6 +325,47 @@ async def test_a_clients_temperature_counts_only_where_it_may(
     assert request.sampling.temperature == temperature
     assert (request.seed == 7) is allowed
     assert request.sampling.max_new_tokens == 4
+
+
+async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_runs_way(server: EndpointServer) -> None:
+    """Defect 13 of the review: sampled at the client's temperature, trained at the recipe's."""
+    run = Sampling(max_new_tokens=12, temperature=0.9, top_p=0.8)
+    async with torch_policy() as policy:
+        engine = policy.engine
+        assert isinstance(engine, Recorded)
+        session = session_of(policy, client_sampling=True, sampling=run)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                for asked in ({}, {"temperature": 0.5}, {"top_p": 1.0}, {"temperature": 0.9, "top_p": 0.3}):
+                    await client.chat.completions.create(
+                        model=POLICY, messages=[{"role": "user", "content": f"say {len(engine.said)}"}], **asked
+                    )
+        for (asked, generation), kept in zip(engine.said, session.sequences(1.0), strict=True):
+            said = kept.segments[-1]
+            used = run.temperature if said.temperature is None else said.temperature
+            assert used == asked.sampling.temperature
+            assert said.temperature is None or used != run.temperature
+            sets = unpack(said.kept, said.token_ids)
+            assert said.kept, "the run truncates, so each turn says what could be drawn"
+            assert bool(sets.left_out.all()) == (asked.sampling.top_p == 1), "from everything"
+            assert generation.token_ids == said.token_ids.tolist()
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
+    server: EndpointServer, purpose: Purpose
+) -> None:
+    session = session_of(await served_policy(["x"]), client_sampling=True, purpose=purpose)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            asking = client.chat.completions.create(model=POLICY, messages=USER, temperature=0)
+            if purpose is Purpose.EVALUATION:
+                assert (await asking).choices
+                return
+            with pytest.raises(openai.BadRequestError, match="temperature is 0") as refused:
+                await asking
+    assert refused.value.param == "temperature"
+    assert session.sequences(1.0) == ()
 
 
 async def test_a_broken_engine_is_the_machinerys_failure(server: EndpointServer) -> None:

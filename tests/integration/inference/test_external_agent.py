@@ -53,6 +53,11 @@ def blocking(task: Mapping[str, Any], base_url: str, session: str) -> float:
     return 0.5
 
 
+async def seeded(task: Mapping[str, Any], base_url: str, session: str, episode_seed: int, seed: int) -> float:
+    await ask(base_url, session)
+    return episode_seed + seed / 10
+
+
 async def idle(task: Mapping[str, Any], base_url: str, session: str) -> float:
     return 1.0
 
@@ -84,6 +89,8 @@ async def play(server: EndpointServer, settings: Mapping[str, Any], texts: list[
         ({"agent": f"{HERE}:generous"}, 1.0),
         ({"agent": f"{HERE}:generous", "arguments": {"bonus": 0.25}}, 1.25),
         ({"agent": f"{HERE}:blocking"}, 0.5),
+        ({"agent": f"{HERE}:seeded"}, 2.1),
+        ({"agent": f"{HERE}:seeded", "arguments": {"seed": 5}}, 2.5),
         ({"agent": f"{HERE}:quiet", "reward": "math"}, 0.75),
     ],
 )
@@ -134,6 +141,15 @@ print(json.dumps({"reward": float(said == task["answer"])}))
 async def test_a_program_is_an_agent(server: EndpointServer) -> None:
     outcome = await play(server, {"command": [sys.executable, "-c", PROGRAM]}, ["42"])
     assert outcome.reward == 1.0
+
+
+async def test_a_program_finds_the_seeds_of_its_slot_and_of_its_group_in_its_environment(
+    server: EndpointServer,
+) -> None:
+    seeds = 'float(os.environ["MILLRACE_EPISODE_SEED"]) + float(os.environ["MILLRACE_SEED"]) / 10'
+    program = PROGRAM.replace('float(said == task["answer"])', seeds)
+    outcome = await play(server, {"command": [sys.executable, "-c", program]}, ["42"])
+    assert outcome.reward == 2.1
 
 
 async def test_a_program_ends_with_its_rollout_and_all_that_it_started(server: EndpointServer, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Case:
     all_on_first_rank: bool = False
     tied: bool = True
     temperature: float = 1.0
+    truncated: bool = False  # tokens were drawn from some of the vocabulary, at several temperatures
 
 
 CASES: dict[str, Case] = {
@@ -77,6 +78,8 @@ CASES: dict[str, Case] = {
         config=algorithm(name="m2po_mask", m2po_threshold=0.5, advantage="gae", gae_lambda=0.9, value_head={"clip": None},
                          batch_normalize_advantages=True, kl_reward_coefficient=0.2, loss_aggregation="sequence_mean"),
         reference=True),
+    "gae_idle_rank": Case(
+        config=algorithm(name="ppo_clip", advantage="gae", gae_lambda=0.9, value_head={}), all_on_first_rank=True),
     "discounted": Case(
         config=algorithm(name="ppo_clip", advantage="reinforce", gamma=0.9, batch_normalize_advantages=True,
                          normalize_deviation="sample")),
@@ -87,6 +90,11 @@ CASES: dict[str, Case] = {
     "distilled_behaviour": Case(
         config=algorithm(name="reinforce", distillation={"teacher": "t", "student": "behaviour"}), teacher=True),
     "untied_hot": Case(config=algorithm(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
+    "truncated": Case(
+        config=algorithm("m2po", m2po_threshold=0.2, kl_coefficient=0.3, entropy_coefficient=0.1),
+        reference=True, truncated=True, temperature=0.9),
+    "truncated_float32": Case(
+        config=algorithm("decoupled_ppo"), dtype=torch.float32, truncated=True),
     "idle_rank": Case(config=algorithm(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
     "float32": Case(config=algorithm(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
@@ -157,7 +165,7 @@ def gradients(case: Case, ranks: Ranks, max_tokens: int, *, gradient_checkpointi
     speak_up(step)
     capture = CaptureGradients(step)
     step.optimizer = capture  # type: ignore[assignment]
-    step.run(share(case, training_sequences(NUM_SEQUENCES), ranks.rank, ranks.world_size))
+    step.run(share(case, training_sequences(NUM_SEQUENCES, cut=case.truncated), ranks.rank, ranks.world_size))
     return capture.gradients
 
 

@@ -121,6 +121,32 @@ async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_
     assert ledgers[0] == ledgers[1]
 
 
+async def test_a_value_head_and_what_a_teacher_said_come_back_after_a_kill_bit_for_bit(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
+) -> None:
+    """Values are of the weights at step start, so a head that was not restored would change every digest after it."""
+    teacher = save_model(tmp_path / "teacher", seed=2)
+    algorithm = {
+        "name": "ppo_clip", "advantage": "gae", "gae_lambda": 0.9, "value_head": {"lr": 0.05},
+        "distillation": {"teacher": str(teacher), "coefficient": 0.1, "task_coefficient": 1.0},
+    }  # fmt: skip
+    ledgers = []
+    for killed in (False, True):
+        orchestrator = await make_orchestrator(run={"steps": 4}, algorithm=algorithm, batch={"dynamic_sampling": False})
+        trainer = trainers(orchestrator)
+        if killed:
+            orchestrator.held_step = 4
+            trainer.start()
+            await orchestrator.until(lambda o=orchestrator: 4 in o.pulls, "step 4 was never asked for")  # type: ignore[misc]
+            await trainer.kill()
+            await orchestrator.release()
+        ledgers.append(await run_to_the_end(orchestrator, trainer))
+        assert orchestrator.counters["conflicts"] == 0
+    assert ledgers[0] == ledgers[1]
+    exported = AutoModelForCausalLM.from_pretrained(trainer.run_dir / "export" / POLICY)
+    assert not [name for name, _ in exported.named_parameters() if "value" in name]
+
+
 async def test_replay_asks_an_orchestrator_and_compares(untouched: FakeOrchestrator) -> None:
     orchestrator = FakeOrchestrator(untouched.recipe, untouched.run_dir)
     orchestrator.ledger = dict(untouched.ledger)

@@ -66,6 +66,7 @@ def test_rows_that_are_left_out_are_told_and_refuse_nothing(recipe: Path) -> Non
     assert [line.partition(": row 2")[0] for line in left_out] == [
         "data.train: 2 of 3 rows cannot be used and are left out",
         "data.evaluation.held_out: 2 of 3 rows cannot be used and are left out",
+        'data.evaluation.held_out: 1 of 1 tasks (100.0%) overlap with data.train: 1 word for word; 1 is training task 1: "1+1"',
     ]
     shown = CliRunner().invoke(app, ["check", str(recipe), "--set", overrides[0]])
     assert shown.exit_code == 0

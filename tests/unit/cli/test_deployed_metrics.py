@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from services.cli.deploy.command import deploy
-from services.cli.deploy.metrics import dashboard
-from services.cli.metrics_catalogue import markdown_table, names
+from services.cli.deploy.metrics import PANELS, dashboard
+from services.cli.metrics_catalogue import STEP_METRICS, markdown_table, markdown_table_of_steps, names
 from services.common.config.loading import load_recipe
 from services.common.errors import ConfigError
 from tests.documented import DOCS
@@ -29,6 +29,23 @@ def test_the_dashboard_is_the_committed_one_and_every_metric_on_it_exists() -> N
     asked = {name for panel in panels for t in panel["targets"] for name in re.findall(r"millrace_\w+", t["expr"])}
     assert len(asked) > 15
     assert asked <= names()
+
+
+def test_every_metric_of_a_step_that_the_dashboard_shows_exists_and_says_what_it_is_taken_over() -> None:
+    """Defect 12: no panel shows one population under the name of another."""
+    for title, _, queries in PANELS:
+        for expression, _ in queries:
+            for asked in re.findall(r'millrace_step_metric\{metric=~?"([^"]+)"\}', expression):
+                found = [m for m in STEP_METRICS if re.fullmatch(asked, m.name)]
+                assert found, f"{title}: {asked}"
+                assert all(m.of and m.help for m in found)
+
+
+def test_rewards_of_rollouts_and_of_the_batch_have_their_own_names_on_the_dashboard() -> None:
+    (panel,) = [panel for panel in PANELS if "reward" in panel[0]]
+    legends = {re.findall(r'"(.+?)"', expression)[0]: legend for expression, legend in panel[2]}
+    assert "raw, failures excluded" in legends["rollout_reward_mean"]
+    assert "as trained" in legends["batch_reward_mean"]
 
 
 def test_prometheus_asks_every_process_of_the_pod_at_the_port_that_it_is_told(tmp_path: Path) -> None:
@@ -56,6 +73,12 @@ def test_a_port_of_a_process_that_is_not_there_or_of_two_is_refused() -> None:
         load_recipe(QUICKSTART, [*ON, "metrics.ports.inference-z=9000"], {})
     with pytest.raises(ConfigError, match="both 9000"):
         load_recipe(QUICKSTART, [*ON, "metrics.ports.inference-a=9000", "metrics.ports.orchestrator=9000"], {})
+
+
+def test_the_documented_table_of_a_step_is_the_catalogue() -> None:
+    assert (DOCS / "observability.md").read_text().count(markdown_table_of_steps()) == 1, (
+        "run: python -c 'from services.cli.metrics_catalogue import markdown_table_of_steps as t; print(t())'"
+    )
 
 
 def test_the_documented_table_is_what_the_code_exposes() -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from services.cli.evaluate import evaluation_recipe, failed_items, plot_scores, scores_table
+from services.cli.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.plan import plan
-from services.common.config.loading import load_recipe, validate
+from services.cli.progress_view import ProgressView, evaluations_table
+from services.common.config.loading import RESOLVED, load_recipe, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.pb import run_pb2
+from services.orchestrator.journal import records
 from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import evaluation_values
-from services.orchestrator.scores import score
+from services.orchestrator.scores import Estimate, overall, score
+from services.orchestrator.servicer_run import evaluation_to_proto
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,3 +98,76 @@ def test_table_and_picture_show_every_dataset_with_its_interval(tmp_path: Path) 
         assert words in text
     assert failed_items(evaluations) == ["start/greedy easy 2"]
     assert plot_scores(evaluations, "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its_interval() -> None:
+    def result(name: str, version: int, difference: Estimate | None) -> EvaluationResult:
+        found = score("held_out", ["1", "2"], [[1.0], [0.0]], [False, False], 1.0, "digest")
+        return EvaluationResult(
+            name=name, versions={"a": version}, newest_versions={"a": version}, pinned=True, mean_reward=0.5,
+            num_trajectories=2, num_failed=0, datasets=(replace(found, difference=difference),),
+            compared_with="start/greedy" if difference else "", difference=difference,
+        )  # fmt: skip
+
+    results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
+    progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(one) for one in results])
+    console = Console(width=80, record=True)
+    console.print(evaluations_table(progress))
+    lines = console.export_text().splitlines()
+    assert "change (95%)" in lines[0]
+    assert [("+0.250 (-0.125..+0.625)" in line) for line in lines[1:3]] == [False, True]
+    plain = io.StringIO()
+    with ProgressView(Console(file=plain, width=120), "run") as view:
+        view.show(progress)
+    assert "evaluation end/greedy: 0.500 over 2, change +0.250 (-0.125..+0.625) since start/greedy" in plain.getvalue()
+
+
+def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "digest") -> Path:
+    """A run directory with one evaluation in its journal."""
+    run_dir.mkdir()
+    (run_dir / RESOLVED).write_text("")
+    scores = tuple(
+        score(name, ["x"] * len(r), [[v] for v in r], [False] * len(r), 1.0, items) for name, r in rewards.items()
+    )
+    result = EvaluationResult(
+        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=overall(scores),
+        num_trajectories=4, num_failed=0, datasets=scores,
+    )  # fmt: skip
+
+    async def write() -> None:
+        journal = Journal(run_dir / "journal")
+        journal.start()
+        await journal.append(records.EVALUATION, result.name, lambda: records.evaluation_to_json(result))
+        await journal.close()
+
+    asyncio.run(write())
+    return run_dir
+
+
+def test_checkpoints_are_compared_item_by_item_with_the_evaluation_of_another_run(tmp_path: Path) -> None:
+    """Two `eval` runs draw common random numbers; what they differ in is told with its interval, in table and picture."""
+    base = comparable(finished(tmp_path / "one", {"easy": [0.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
+    found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
+    evaluations = {"start/greedy": evaluation_values(found["greedy"])}
+    assert compare(evaluations, found, base, "one") == []
+    assert evaluations["start/greedy"]["compared_with"] == "one start/greedy"
+    console = Console(width=120, record=True)
+    console.print(scores_table(evaluations))
+    easy, hard, both = console.export_text().splitlines()[1:4]
+    assert "+25.0 (-54.6..+104.6)" in easy and "+0.0 (+0.0..+0.0)" in hard and "+12.5 (-27.3..+52.3)" in both
+    assert plot_scores(evaluations, "pair", tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
+    found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0]}))
+    others = comparable(finished(tmp_path / "one", {"easy": [1.0, 0.0]}, items="other tasks"))
+    evaluations = {"start/greedy": evaluation_values(found["greedy"])}
+    assert compare(evaluations, found, others, "one") == ["greedy easy: its tasks are others, or it has one alone"]
+    assert compare(evaluations, found, {"sampled": others["greedy"]}, "one") == ["greedy: there is only sampled"]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="is no run directory"):
+        comparable(empty)
+    (empty / RESOLVED).write_text("")
+    with pytest.raises(ConfigError, match="has not begun"):
+        comparable(empty)

@@ -16,7 +16,7 @@ from services.common.errors import ConfigError
 def write_run(directory: Path, steps: int) -> Path:
     (directory / "metrics").mkdir(parents=True)
     rows = [
-        {"time": float(s), "kind": "training_step", "policy": "model0", "step": s, "reward_mean": s / 10}
+        {"time": float(s), "kind": "training_step", "policy": "model0", "step": s, "rollout_reward_mean": s / 10}
         for s in range(1, steps + 1)
     ]
     text = b"\n".join(orjson.dumps(row) for row in rows)
@@ -30,10 +30,10 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 def test_of_a_step_told_twice_the_last_counts() -> None:
     rows = [
-        {"kind": "training_step", "policy": "p", "step": 1, "reward_mean": 0.1},
-        {"kind": "training_step", "policy": "p", "step": 1, "reward_mean": 0.2},
+        {"kind": "training_step", "policy": "p", "step": 1, "rollout_reward_mean": 0.1},
+        {"kind": "training_step", "policy": "p", "step": 1, "rollout_reward_mean": 0.2},
     ]
-    assert [row["reward_mean"] for row in training_steps(rows)["p"]] == [0.2]
+    assert [row["rollout_reward_mean"] for row in training_steps(rows)["p"]] == [0.2]
 
 
 def test_several_runs_make_one_picture(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_resolved_recipe_reads_back_the_same(tmp_path: Path) -> None:
         ("policies.model0.batch.minibatches=1000", ("batch.minibatches", "(1000)", "(256)")),
         ("orchestrator.port=50061", ("inference.a.port", "orchestrator.port", "another port")),
         ("sampling.max_new_tokens=9999", ("sampling.max_new_tokens", "context_length")),
+        ("sampling.min_p=1", ("sampling.min_p", "less than 1")),
     ],
 )
 def test_a_broken_recipe_is_told_by_path_and_remedy(
@@ -114,6 +115,30 @@ def test_a_broken_recipe_is_told_by_path_and_remedy(
         load_recipe(write(tmp_path, MINIMAL), [override], {})
     for expected in path_and_advice:
         assert expected in caught.value.message
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=5", "min_p=0.1", "min_new_tokens=2"])
+def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept(tmp_path: Path, cut: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    scripted = "inference.a.engine=scripted"
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, [scripted, f"sampling.{cut}"], {})
+    for expected in (
+        cut.replace("=", " "),
+        "inference.a",
+        "engine torch or sglang",
+        "evaluation.samplings may truncate",
+    ):
+        assert expected in caught.value.message
+    for fine in (
+        [f"sampling.{cut}"],
+        [f"sampling.{cut}", "inference.a.engine=sglang"],
+        [scripted, f"evaluation.samplings={{sampled: {{{cut.replace('=', ': ')}}}}}"],
+        [scripted, f"sampling.{cut}", "run.steps=0"],  # nothing is trained
+    ):
+        load_recipe(path, fine, {})
+    with pytest.raises(ConfigError, match="at most 1024"):
+        load_recipe(path, ["sampling.top_k=1025", "inference.a.engine=sglang"], {})
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,12 @@ def test_without_a_name_the_loss_is_the_default() -> None:
         (("rejection=[{level: token}]",), ("algorithm.rejection.0: write lower, upper or both",)),
         (("rejection=[{criterion: k3, lower: .1}]",), ("algorithm.rejection.0: lower is of criterion: ratio",)),
         (("rejection=[{lower: 2, upper: .5}]",), ("rejection.0: lower (2.0) must be below upper (0.5)",)),
+        (("rejection=[{reduce: sum, upper: 2}]",), ("rejection.0: reduce: sum is of level: sequence",)),
+        (("rejection_denominator=kept",), ("algorithm: rejection_denominator: kept is of what rejection leaves out",)),
+        (
+            ("name=decoupled_ppo", "importance_level=none", "importance_cap=2"),
+            ("importance_level: none has no weight that importance_cap",),
+        ),
         (("rejection=[{uper: 2}]",), ("algorithm.rejection.0.uper: unknown key",)),
         (("name=cispo", "importance_level=none"), ("algorithm.importance_level: 'none' is not valid",)),
         (("name=tis", "importance_floor=7"), ("importance_floor (7.0) must be below importance_cap (5.0)",)),

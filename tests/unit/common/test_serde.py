@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import time
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,8 @@ tokens = st.lists(int32, max_size=40)
 def policy_segments(draw: st.DrawFn) -> Segment:
     ids = draw(tokens)
     logprobs = draw(st.lists(st.floats(width=32, max_value=0, allow_nan=False), min_size=len(ids), max_size=len(ids)))
-    return Segment.policy(ids, logprobs, draw(int64), draw(st.booleans()))
+    made = Segment.policy(ids, logprobs, draw(int64), draw(st.booleans()), draw(st.binary(max_size=30)))
+    return replace(made, temperature=draw(st.none() | st.floats(0.01, 4)))
 
 
 segments = st.one_of(policy_segments(), tokens.map(Segment.environment))
@@ -104,7 +105,7 @@ json_values = st.recursive(
 )
 tasks = st.builds(Task, task_id=text, data=st.dictionaries(text, json_values, max_size=4))
 samplings = st.builds(
-    Sampling, temperature=number, top_p=number, top_k=int32, max_new_tokens=int32, min_new_tokens=int32
+    Sampling, temperature=number, top_p=number, top_k=int32, min_p=number, max_new_tokens=int32, min_new_tokens=int32
 )
 orders = st.builds(
     TaskGroupOrder,
@@ -285,7 +286,8 @@ POLICY = trajectory_pb2.TOKEN_SOURCE_POLICY
         (trajectory_pb2.Segment(source=ENVIRONMENT, token_ids=b"12345"), "whole 4-byte values"),
         (trajectory_pb2.Segment(source=POLICY, token_ids=b"1234", logprobs=b"12"), "whole 4-byte values"),
         (trajectory_pb2.Segment(source=POLICY, token_ids=b"1234"), "1 tokens but 0 log-probabilities"),
-        (trajectory_pb2.Segment(source=ENVIRONMENT, logprobs=b"1234"), "carries no log-probabilities"),
+        (trajectory_pb2.Segment(source=ENVIRONMENT, logprobs=b"1234"), "neither log-probabilities nor kept tokens"),
+        (trajectory_pb2.Segment(source=ENVIRONMENT, kept=b"1"), "neither log-probabilities nor kept tokens"),
         (trajectory_pb2.Segment(source=POLICY, weight_version=-1), "weight version -1"),
     ],
 )

@@ -238,4 +238,5 @@ def make_context(policy: ServedPolicy, gateway: FakeGateway, **sampling: Any) ->
         gateway=gateway,
         sampling=Sampling(**{"max_new_tokens": 200, **sampling}),
         seed=1,
+        episode_seed=2,
     )

@@ -15,6 +15,7 @@ from tests.random_models import (
     TOLERANCE,
     VOCAB,
     build_model,
+    kept_sets,
     make_prompt,
     make_request,
     max_gap,
@@ -60,11 +61,13 @@ async def test_a_token_outside_the_kept_set_is_kept_beside_it(launch: Launch, to
     )
     reference = reference_logprobs(model, prompt + said, len(prompt), temperature=1.3).numpy()
     outside = 0
-    for row, token, logprob in zip(reference, said, generation.segments[0].logprobs, strict=True):
+    told = kept_sets(generation)
+    for row, token, logprob, drawable in zip(reference, said, generation.segments[0].logprobs, told, strict=True):
         order = np.argsort(-row)[: top_k or VOCAB]
         p = np.exp(row[order].astype(np.float64))
         kept = set(order[: int(np.searchsorted(np.cumsum(p / p.sum()), top_p)) + 1].tolist())
         outside += token not in kept
+        assert drawable == kept | {token}
         mass = np.exp(row[sorted(kept | {token})].astype(np.float64)).sum()
         assert abs(row[token] - np.log(mass) - logprob) <= TOLERANCE
     assert 0 < outside < len(said), "tokens of both kinds are compared"

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.kept_tokens import pack, unpack
 from services.inference.engine.batching import REORDER_GAIN, attention_cost, bucket_bounds, plan_moves
 from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing
 from services.inference.engine.sampler import SamplingRows, sample, uniform_noise
@@ -108,6 +109,8 @@ def rows_of(count: int, **columns: object) -> SamplingRows:
         "temperature": np.ones(count, np.float32),
         "top_p": np.ones(count, np.float32),
         "top_k": np.zeros(count, np.int64),
+        "min_p": np.zeros(count, np.float32),
+        "record": np.zeros(count, bool),
         "suppress_stop": np.zeros(count, bool),
         "stop_ids": np.full((count, 1), -1),
         "uniform": (np.arange(count) + 0.5) / count,
@@ -119,7 +122,8 @@ def test_sampling_follows_the_distribution() -> None:
     torch.manual_seed(0)
     logits = torch.randn(40) * 2
     count = 40_000
-    tokens, logprobs = sample(logits.repeat(count, 1), rows_of(count))
+    drawn = sample(logits.repeat(count, 1), rows_of(count))
+    tokens, logprobs = drawn.tokens, drawn.logprobs
     expected = logits.double().softmax(-1).numpy()
     # Evenly spaced uniforms: each token's share is within one in `count` of its probability.
     assert np.abs(np.bincount(tokens, minlength=40) / count - expected).max() <= 1.01 / count
@@ -131,27 +135,64 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits[:, 2] = 1.0
     logits[:, 4] = 1.0
     edge = np.array([0.0, 0.5, 1 - 2.0**-48])
-    tokens, logprobs = sample(logits, rows_of(3, uniform=edge))
-    assert tokens.tolist() == [2, 4, 4]
-    assert np.allclose(logprobs, np.log(0.5))
+    drawn = sample(logits, rows_of(3, uniform=edge))
+    assert drawn.tokens.tolist() == [2, 4, 4]
+    assert np.allclose(drawn.logprobs, np.log(0.5))
 
 
 def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
     torch.manual_seed(1)
-    logits = torch.randn(5, 30)
+    logits = torch.randn(7, 30)
     mixed = rows_of(
-        5,
-        temperature=np.array([1, 0, 0.5, 1, 1], np.float32),
-        top_k=np.array([0, 0, 0, 3, 0]),
-        top_p=np.array([1, 1, 1, 1, 0.5], np.float32),
-        uniform=np.full(5, 0.37),
-        forced=np.array([-1, -1, 7, -1, 11]),
+        7,
+        temperature=np.array([1, 0, 0.5, 1, 1, 1, 1], np.float32),
+        top_k=np.array([0, 0, 0, 3, 0, 0, 0]),
+        top_p=np.array([1, 1, 1, 1, 0.5, 1, 1], np.float32),
+        min_p=np.array([0, 0, 0, 0, 0, 0.2, 0], np.float32),
+        suppress_stop=np.array([0, 0, 0, 0, 0, 0, 1], bool),
+        stop_ids=np.full((7, 1), 4),
+        uniform=np.full(7, 0.37),
+        record=np.ones(7, bool),
+        forced=np.array([-1, -1, 7, -1, 11, -1, -1]),
     )
-    tokens, logprobs = sample(logits.clone(), mixed)
-    for i in range(5):
+    together = sample(logits.clone(), mixed)
+    tokens = together.tokens
+    for i in range(7):
         columns = {name: getattr(mixed, name)[i : i + 1] for name in SamplingRows.__dataclass_fields__}
-        alone_token, alone_logprob = sample(logits[i : i + 1].clone(), SamplingRows(**columns))
-        assert alone_token[0] == tokens[i]
-        assert abs(alone_logprob[0] - logprobs[i]) < 1e-6
+        alone = sample(logits[i : i + 1].clone(), SamplingRows(**columns))
+        assert alone.tokens[0] == tokens[i]
+        assert abs(alone.logprobs[0] - together.logprobs[i]) < 1e-6
+        assert alone.kept.get(0) == together.kept.get(i)
     assert tokens[1] == int(logits[1].argmax())
     assert (tokens[2], tokens[4]) == (7, 11)
+    assert set(together.kept) == {3, 4, 5, 6}, "rows that draw from everything, or greedily, have nothing to record"
+
+
+def test_what_is_recorded_is_the_set_that_the_log_probability_is_normalised_over() -> None:
+    torch.manual_seed(2)
+    logits = 2 * torch.randn(64, 300)
+    rng = np.random.default_rng(0)
+    rows = rows_of(
+        64,
+        temperature=rng.choice([0.6, 1.0, 1.4], 64).astype(np.float32),
+        top_p=rng.choice([1, 0.3, 0.9, 0.999], 64).astype(np.float32),
+        top_k=rng.choice([0, 1, 7, 290, 999], 64),
+        min_p=rng.choice([0, 1e-4, 0.1], 64).astype(np.float32),
+        suppress_stop=rng.random(64) < 0.5,
+        stop_ids=rng.integers(-1, 300, (64, 3)),
+        record=np.ones(64, bool),
+        forced=np.where(rng.random(64) < 0.2, 150, -1),
+    )
+    drawn = sample(logits.clone(), rows)
+    sizes = set()
+    for i in range(64):
+        token_ids = drawn.tokens[i : i + 1].astype(np.int32)
+        sets = unpack(pack([drawn.kept[i]] if i in drawn.kept else [], 1), token_ids)
+        kept = set(range(300)) - set(sets.ids.tolist()) if sets.left_out[0] else set(sets.ids.tolist())
+        log_p = (logits[i].double() / float(rows.temperature[i])).numpy()
+        exact = log_p[drawn.tokens[i]] - np.log(np.exp(log_p[sorted(kept)]).sum())
+        assert abs(exact - drawn.logprobs[i]) < 1e-5
+        if rows.suppress_stop[i]:
+            assert not kept & set(rows.stop_ids[i].tolist()) - {150}
+        sizes.add(len(kept))
+    assert len(sizes) > 10, "sets of many sizes are compared"

@@ -6,11 +6,12 @@ import asyncio
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, InvalidRequestError
 from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
@@ -56,6 +57,15 @@ async def test_a_script_is_cut_at_stop_token_and_budget() -> None:
     assert later.token_ids == [1, 2, 3, 2]
     short = await engine.generate(make_request([0], max_new_tokens=4))
     assert (short.token_ids, short.finish_reason) == ([1, 2, 3, 2], FinishReason.LENGTH)
+
+
+async def test_truncated_sampling_that_would_be_trained_is_refused() -> None:
+    engine = await started(lambda request: [1, 2, 3])
+    for cut in ({"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}):
+        request = make_request([0], max_new_tokens=2, **cut)
+        with pytest.raises(InvalidRequestError, match="write engine: torch"):
+            await engine.generate(request)
+        assert (await engine.generate(replace(request, record_kept=False))).token_ids == [1, 2]
 
 
 async def test_the_same_request_gives_the_same_tokens_and_logprobs_in_another_engine() -> None:

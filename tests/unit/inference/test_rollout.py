@@ -24,7 +24,7 @@ from services.inference.policies import ServedPolicy
 from services.inference.rollout import RolloutPlayer
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
-from tests.unit.inference.fakes import FakeGateway, Records, make_order, served_policy
+from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
 
 Behaviour = Callable[[WorkflowContext], Any]
 
@@ -99,6 +99,16 @@ async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
     assert all(0 < t.started_at <= t.finished_at for t in records.trajectories)
     assert player.num_free_slots == 8
     assert player.running_task_group_ids == ()
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+async def test_only_what_is_trained_records_which_tokens_could_be_drawn(purpose: Purpose) -> None:
+    player, _, _, policy = await make_player()
+    player.play(make_order(purpose=purpose))
+    await player.wait_until_idle()
+    engine = policy.engine
+    assert isinstance(engine, RecordingEngine)
+    assert {request.record_kept for request in engine.requests} == {purpose is Purpose.TRAIN}
 
 
 async def test_a_repeated_order_plays_no_slot_twice() -> None:

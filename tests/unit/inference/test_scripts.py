@@ -127,7 +127,12 @@ async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: A
             for policy in ("model0", "model1")
         }
         context = WorkflowContext(
-            policies=policies, gateway=gateway, sampling=Sampling(max_new_tokens=4096), seed=seed, purpose=Purpose.TRAIN
+            policies=policies,
+            gateway=gateway,
+            sampling=Sampling(max_new_tokens=4096),
+            seed=seed,
+            episode_seed=0,
+            purpose=Purpose.TRAIN,
         )
         played.outcomes.append(await workflow.run(task, context))
         played.texts.append(engine.texts)

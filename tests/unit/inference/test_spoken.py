@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.kept_tokens import left_out_row, pack, unpack
 from services.common.types import Segment
 from services.inference.engine.base import FinishReason, Generation
 from services.inference.workflows.spoken import GrowingText, StopWatch, settled
@@ -17,7 +18,14 @@ def said(ids: list[int], cut: int) -> Generation:
     parts = [(ids[:cut], 3), (ids[cut:], 4)]
     return Generation(
         segments=tuple(
-            Segment.policy(part, [-0.1 * (i + 1) for i in range(len(part))], version) for part, version in parts if part
+            Segment.policy(
+                part,
+                [-0.1 * (i + 1) for i in range(len(part))],
+                version,
+                kept=pack([left_out_row([token + 1]) for token in part], len(part)),
+            )
+            for part, version in parts
+            if part
         ),
         finish_reason=FinishReason.LENGTH,
     )
@@ -46,6 +54,8 @@ def test_a_generation_ends_with_the_token_that_completes_a_stop(text: str, stop:
         assert kept is whole
     wanted, got = ([(s.weight_version, float(p)) for s in g.segments for p in s.logprobs] for g in (whole, kept))
     assert got == wanted[: len(got)] and len(got) == len(tokens)
+    sets = [unpack(s.kept, s.token_ids) for s in kept.segments]
+    assert [int(i) for s in sets for i in s.ids] == [token + 1 for token in tokens]
 
 
 @given(text=st.text(max_size=60))

@@ -10,7 +10,9 @@ import pytest
 from services.common.errors import ConfigError
 from services.common.types import Purpose
 from services.orchestrator.commands import AnnounceVersion, CancelGroup
+from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.pool import Held, Hello, Replica
+from services.orchestrator.scores import difference, score
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
 
@@ -255,3 +257,82 @@ async def test_the_trajectories_in_flight_are_counted_by_the_samples_of_each_dat
 def test_a_dataset_whose_samples_could_never_be_issued_together_is_refused(worlds: Callable[..., World]) -> None:
     with pytest.raises(ConfigError, match=r"max_in_flight 3 is below data.evaluation.small.samples_per_task 4"):
         worlds(evaluation={"max_in_flight": 3}, held_out={"small": {"samples_per_task": 4}})
+
+
+async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(worlds: Callable[..., World]) -> None:
+    """Common random numbers: not on the evaluation, the version, the samples, other datasets, or a restart."""
+
+    async def seeds(world: World, evaluation_id: str) -> dict[str, list[int]]:
+        await world.ring.begin_evaluation(evaluation_id)
+        version = world.ring.ledgers["model0"].newest_number
+        orders = await world.orders(world.join(number=version))
+        await world.send(
+            *(trajectory(o.task_group_id, i, version=version, reward=1.0) for o in orders for i in o.indices)
+        )
+        found: dict[str, list[int]] = {}
+        for row in world.ring.evaluations._rows:
+            found.setdefault(row[0], []).append(orders.pop(0).seed)
+        assert not orders
+        return found
+
+    world = worlds(run={"steps": 9}, held_out={"one": {}, "two": {}})
+    await world.publish(0)
+    first = await seeds(world, "asked-1")
+    await world.publish(1)
+    assert await seeds(world, "asked-2") == first, "of another version"
+    await world.crash()
+    assert await seeds(world, "asked-3") == first, "after a restart"
+    assert len({seed for of_one in first.values() for seed in of_one}) == 6
+
+    other = worlds(run={"steps": 9}, held_out={"zero": {}, "two": {"samples_per_task": 2}})
+    await other.publish(0)
+    assert (await seeds(other, "asked"))["two"] == first["two"], "beside other datasets, with more samples"
+
+
+async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item_also_after_a_restart(
+    worlds: Callable[..., World],
+) -> None:
+    samplings = {"greedy": {"temperature": 0.0}, "drawn": {}}
+    world = worlds(run={"steps": 9}, evaluation={"samplings": samplings}, held_out={"one": {}, "two": {}})
+
+    async def evaluate(evaluation_id: str, rewards: list[float]) -> None:
+        await world.ring.begin_evaluation(evaluation_id)
+        version = world.ring.ledgers["model0"].newest_number
+        orders = await world.orders(world.join(number=version))
+        for order, reward in zip(orders, rewards * 2, strict=True):
+            await world.send(trajectory(order.task_group_id, 0, version=version, reward=reward))
+
+    await world.publish(0)
+    await evaluate("first", [0.0, 0.0, 1.0, 0.5, 0.5, 0.5])
+    await world.crash()
+    await world.publish(1)
+    await evaluate("second", [1.0, 0.0, 1.0, 0.5, 0.0, 0.25])
+    first, second = (world.ring.evaluations.results[f"{name}/drawn"] for name in ("first", "second"))
+    assert (first.compared_with, first.difference) == ("", None)
+    assert second.compared_with == "first/drawn"
+    one, two = second.datasets
+    assert (one.item_rewards, two.item_rewards) == ((1.0, 0.0, 1.0), (0.5, 0.0, 0.25))
+    assert one.difference == difference(first.datasets[0], one) and one.difference is not None
+    assert one.difference.value == pytest.approx(1 / 3) and two.difference is not None
+    assert two.difference.value == pytest.approx(-0.25)
+    assert second.difference is not None and second.difference.value == pytest.approx((1 / 3 - 0.25) / 2)
+    await world.crash()
+    assert world.ring.evaluations.results["second/drawn"] == second
+
+
+def test_an_evaluation_of_a_journal_without_items_is_read_and_compared_with_nothing() -> None:
+    """A run that began before items were recorded goes on."""
+    found = score("d", ["x"] * 2, [[1.0], [0.0]], [False] * 2, 1.0, "digest")
+    result = EvaluationResult(
+        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=0.5,
+        num_trajectories=2, num_failed=0, datasets=(found,),
+    )  # fmt: skip
+    record = evaluation_to_json(result)
+    assert evaluation_from_json(record) == result
+    for name in ("compared_with", "difference"):
+        del record[name]
+    for name in ("items", "item_rewards", "difference"):
+        del record["datasets"][0][name]
+    [old] = evaluation_from_json(record).datasets
+    assert (old.mean_reward, old.item_rewards) == (found.mean_reward, ())
+    assert difference(old, found) is None

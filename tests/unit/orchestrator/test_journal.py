@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.kept_tokens import left_out_row, pack
 from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records, rollouts, writer
 from services.orchestrator.journal.reader import JournalReader
@@ -216,7 +217,10 @@ def through_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_trajectories_and_failures_come_back_as_they_were() -> None:
-    whole = trajectory("g", 3, sequence(0.5, 7, 40), sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
+    cut = sequence(0.5, 7, 40)
+    kept = pack([left_out_row([3, 300_000])] * 40, 40)
+    cut = replace(cut, segments=(*cut.segments[:-1], replace(cut.segments[-1], kept=kept, temperature=0.7)))
+    whole = trajectory("g", 3, cut, sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
     back = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(whole)))
     for before, after in zip(whole.sequences, back.sequences, strict=True):
         assert (before.policy, before.role, before.reward) == (after.policy, after.role, after.reward)
@@ -224,6 +228,7 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
             assert left.token_ids.tolist() == right.token_ids.tolist()
             assert left.logprobs.tobytes() == right.logprobs.tobytes()
             assert left.weight_version == right.weight_version
+            assert (left.kept, left.temperature) == (right.kept, right.temperature)
     failed = replace(failure("g", 1), started_at=1.0, finished_at=2.0, timing=TIMING)
     assert rollouts.failure_from_json(through_json(rollouts.failure_to_json(failed))) == failed
     timed = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(replace(whole, timing=TIMING))))
@@ -237,6 +242,15 @@ def test_records_that_say_nothing_of_time_are_read() -> None:
     assert rollouts.trajectory_from_json(through_json(old)).timing == NO_TIMING
     failed = {"task_group_id": "g", "index": 1, "reason": "X", "detail": "", "replica_id": "a"}
     assert rollouts.failure_from_json(failed).timing == NO_TIMING
+
+
+def test_segments_that_say_nothing_of_kept_tokens_are_read() -> None:
+    """As journals of earlier releases have them."""
+    old = rollouts.trajectory_to_json(trajectory("g", 3))
+    for segment in old["sequences"][0]["segments"]:
+        del segment["kept"], segment["temperature"]
+    for segment in rollouts.trajectory_from_json(through_json(old)).sequences[0].segments:
+        assert (segment.kept, segment.temperature) == (b"", None)
 
 
 async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def names(groups: list[AdvantageGroup]) -> list[str]:
 def test_nothing_is_drawn_twice_in_a_batch_or_beyond_its_bound_and_the_store_stays_within_its_capacity(
     lags: list[list[int]], capacity: int, max_staleness: int, wanted: int
 ) -> None:
-    store = ReplayStore("p", ReplayConfig(ratio=0.5, capacity=capacity, max_staleness=max_staleness))
+    store = ReplayStore("p", ReplayConfig(ratio=0.5, capacity=capacity, max_staleness=max_staleness), seed=1)
     trained: list[str] = []
     for step, of_step in enumerate(lags, start=1):
         groups = [made(f"{step}.{i}", max(0, step - lag), size=1 + i % 3) for i, lag in enumerate(of_step)]
@@ -56,13 +56,24 @@ def test_nothing_is_drawn_twice_in_a_batch_or_beyond_its_bound_and_the_store_sta
 
 
 def test_the_oldest_arrivals_leave_first_and_a_group_without_trained_tokens_never_comes() -> None:
-    store = ReplayStore("p", ReplayConfig(ratio=0.5, capacity=4, max_staleness=8))
+    store = ReplayStore("p", ReplayConfig(ratio=0.5, capacity=4, max_staleness=8), seed=1)
     empty = made("empty", 0)
     unread = (replace(m, sequence=replace(m.sequence, segments=m.sequence.segments[:1])) for m in empty.members)
     empty = replace(empty, members=tuple(unread))
     assert empty.min_version is None
     store.trained([made("a", 0), made("b", 0), empty, made("c", 0)], 1)
     assert names(list(store.groups)) == ["b", "c"]
+
+
+def test_what_is_replayed_follows_the_seed_of_the_run() -> None:
+    def drawn(seed: int, step: int = 2) -> list[str]:
+        store = ReplayStore("p", ReplayConfig(ratio=0.5, capacity=100, max_staleness=8), seed)
+        store.trained([made(str(number), 0) for number in range(12)], 1)
+        return names(store.draw(step, 6))
+
+    assert drawn(1) == drawn(1)
+    assert len({tuple(drawn(seed)) for seed in range(20)}) > 10
+    assert drawn(1, step=2) != drawn(1, step=3)
 
 
 @pytest.mark.parametrize(

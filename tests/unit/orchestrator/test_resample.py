@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from services.common.config.policy import BatchConfig, ResampleConfig
 from services.orchestrator.buffer.resample import quotas, resample_group, resample_on_correct
 from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups
+from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups, split_sequence_id
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 
@@ -91,26 +92,51 @@ def test_weighted_sampling_prefers_clean_rollouts() -> None:
     assert any(0 not in positions for positions in kept)
 
 
-def group_of(rewards: list[float], penalties: list[float | None]) -> AdvantageGroup:
-    task_group = TaskGroup(order=order("g", len(rewards)))
+def group_of(rewards: list[float], penalties: Sequence[float | None], name: str = "g") -> AdvantageGroup:
+    task_group = TaskGroup(order=order(name, len(rewards)))
     for index, (reward, penalty) in enumerate(zip(rewards, penalties, strict=True)):
         made = replace(sequence(reward), metrics={} if penalty is None else {"penalty": penalty})
-        task_group.resolve(trajectory("g", index, made, reward=reward))
+        task_group.resolve(trajectory(name, index, made, reward=reward))
     [group] = advantage_groups(task_group)
     return group
 
 
 def test_statistics_are_those_of_what_is_kept() -> None:
-    kept = resample_group(group_of([1.0, 1.0, 1.0, 0.0], [0.5, 0.0, 0.7, None]), ResampleConfig(keep=2))
+    kept = resample_group(group_of([1.0, 1.0, 1.0, 0.0], [0.5, 0.0, 0.7, None]), ResampleConfig(keep=2), seed=1)
     assert kept is not None and [m.sequence_id for m in kept.members] == ["g/1/0", "g/3/0"]
     assert (kept.mean, kept.std) == (0.5, pytest.approx(0.7071068))
 
 
-def test_what_is_drawn_is_drawn_alike_after_a_restart() -> None:
+def test_what_is_drawn_follows_the_seed_of_the_order_and_not_the_name_of_the_group() -> None:
+    """Two runs name their groups with marks of their own; a restarted orchestrator keeps name and seed."""
     config = ResampleConfig(keep=3, positives="weighted", negatives="uniform")
-    group = group_of([1.0, 0.0] * 6, [0.1] * 12)
-    first, again = resample_group(group, config), resample_group(group, config)
-    assert first is not None and again is not None and first.members == again.members
+
+    def kept(name: str, seed: int) -> list[int]:
+        found = resample_group(group_of([1.0, 0.0] * 6, [0.1] * 12, name), config, seed)
+        assert found is not None
+        return [split_sequence_id(member.sequence_id)[1] for member in found.members]
+
+    assert kept("a1b2c3-00000001", 7) == kept("a1b2c3-00000001", 7) == kept("ffffff-00000009", 7)
+    assert len({tuple(kept("a1b2c3-00000001", seed)) for seed in range(20)}) > 10
+
+
+def test_groups_draw_by_the_seed_of_their_order_when_they_are_complete() -> None:
+    """Experience hands the order's seed on: it is what ``run.seed`` and the task's position make of it."""
+    config = ResampleConfig(keep=3, positives="weighted", negatives="uniform")
+
+    def kept(name: str, seed: int) -> list[int]:
+        experience = Experience({"model0": BatchConfig(size=3, resample=config)}, 10, Counter())
+        task_group = TaskGroup(order=replace(order(name, 12), seed=seed))
+        experience.issued(task_group)
+        for index in range(12):
+            outcome = trajectory(name, index, reward=float(index % 2))
+            task_group.resolve(outcome)
+            experience.resolved(task_group, outcome)
+        [group] = experience.buffers["model0"].take()
+        return [split_sequence_id(member.sequence_id)[1] for member in group.members]
+
+    assert kept("one", 5) == kept("other", 5)
+    assert len({tuple(kept("one", seed)) for seed in range(20)}) > 10
 
 
 def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:

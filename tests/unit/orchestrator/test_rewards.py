@@ -125,7 +125,7 @@ async def test_negative_returns_reach_the_gradient_as_they_are(worlds: Worlds) -
     found, batch = await trained(worlds(size=5), *map(recorded, played))
     assert list(found.values()) == pytest.approx(expected(returns))
     statistics = batch.record.statistics
-    assert statistics["reward_mean"] == statistics["trained_reward_mean"], "nothing is shaped"
+    assert statistics["rollout_reward_mean"] == statistics["trained_reward_mean"], "nothing is shaped"
 
 
 # --- defect 6: the clip ----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) ->
     assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
     statistics = batch.record.statistics
     assert statistics["rewards_clipped"] == world.ring.counters["rewards_clipped"] == 2
-    assert statistics["trained_reward_mean"] != statistics["reward_mean"], "both are told"
+    assert statistics["trained_reward_mean"] != statistics["rollout_reward_mean"], "both are told"
 
 
 async def test_rewards_that_the_clip_makes_equal_count_as_equal(worlds: Worlds) -> None:
@@ -298,7 +298,7 @@ async def test_penalised_truncations_have_the_stated_reward(worlds: Worlds) -> N
     world = worlds(size=5, rollout={"on_truncation": "penalise", "truncation_reward": -1.0})
     found, batch = await trained(world, scored(1.0), truncated(1.0), scored(0.0), truncated(0.0))
     assert list(found.values()) == pytest.approx(expected([1.0, -1.0, 0.0, -1.0]))
-    assert batch.record.statistics["reward_mean"] > batch.record.statistics["trained_reward_mean"]
+    assert batch.record.statistics["rollout_reward_mean"] > batch.record.statistics["trained_reward_mean"]
 
 
 async def test_as_scored_truncations_are_trained_like_others(worlds: Worlds) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import orjson
 import pytest
 
+from services.cli.metrics_catalogue import step_metric
 from services.common.accounts import PeerState
 from services.common.errors import (
     CorruptDataError,
@@ -21,10 +23,13 @@ from services.orchestrator.groups import TaskGroup
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.pool import Held, Hello
+from services.orchestrator.progress import progress
 from services.orchestrator.run_control import RunState
 from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
+
+ENVELOPE = ("time", "kind", "policy", "step")  # of a row of metrics
 
 
 async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(worlds: Callable[..., World]) -> None:
@@ -573,3 +578,28 @@ async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when
     assert ring.control.paused
     await heard(silent_s=0.0)
     assert ring.control.paused
+
+
+async def test_a_step_before_which_no_rollout_finished_has_no_mean_reward_of_rollouts(
+    worlds: Callable[..., World],
+) -> None:
+    """Defect 12: the mean of the batch is not put in its place, neither in the metrics nor in the progress."""
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(replica)
+    assert len(orders) == 4  # two batches
+    for order in orders:
+        await world.play(order)
+    for step in (1, 2):
+        await world.trainer_side.pull_batch("model0", step, 1.0)
+        await world.publish(step)
+        told = progress(world.ring).policies[0].reward_mean
+        assert told == (0.5 if step == 1 else None)
+    path = world.run_dir / "metrics" / "orchestrator.jsonl"
+    rows = [row for line in path.read_bytes().splitlines() if (row := orjson.loads(line))["kind"] == "training_step"]
+    assert [row.get("rollout_reward_mean") for row in rows] == [0.5, None]
+    assert [row["batch_reward_mean"] for row in rows] == [0.5, 0.5]
+    assert [row["rollouts_finished"] for row in rows] == [16.0, 0.0]
+    assert [key for row in rows for key in row if key not in ENVELOPE and step_metric(key) is None] == []

@@ -121,7 +121,7 @@ async def test_a_recorded_batch_has_the_shaped_rewards_after_a_restart(world: Wo
     trained = {s.sequence_id: s.sequence.reward for s in batch.share(0, 1).sequences}
     assert sorted(trained.values()) == sorted([-0.125, 0.75, -0.375, 0.5] * 2)
     assert batch.record.statistics["batch_reward_mean"] == pytest.approx(0.1875)
-    assert batch.record.statistics["reward_mean"] == pytest.approx(0.5), "what was played is told as it was"
+    assert batch.record.statistics["rollout_reward_mean"] == pytest.approx(0.5), "what was played is told as it was"
     await world.crash()
     again = await world.trainer_side.pull_batch("model0", 1, 5.0)
     assert again.record == batch.record

@@ -47,6 +47,7 @@ class World:
         evaluation: dict[str, Any] | None = None,
         held_out: dict[str, dict[str, Any]] | None = None,  # evaluation datasets of three rows
         envgateway: dict[str, Any] | None = None,
+        sampling: dict[str, Any] | None = None,
         algorithm: dict[str, Any] | None = None,  # of every policy
         **batch: Any,
     ) -> None:
@@ -56,6 +57,7 @@ class World:
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
         self.held_out = held_out or {"held_out": {}}
         self.envgateway, self.algorithm = envgateway or {}, algorithm or {}
+        self.sampling = sampling or {}
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
@@ -84,6 +86,7 @@ class World:
             "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
             "orchestrator": {"min_free_bytes": 5_000_000},
             "envgateway": self.envgateway,
+            "sampling": self.sampling,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
         recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves nothing open

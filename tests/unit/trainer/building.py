@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.losses import DEFAULT_LOSS, LossConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.kept_tokens import kept_rows, pack
 from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
 from services.trainer.model import build_policy_model
 from services.trainer.optimizer import PolicyOptimizer
@@ -47,8 +49,17 @@ def tiny_causal_lm(dtype: torch.dtype = torch.float32, *, tied: bool = True, see
     return Qwen3ForCausalLM(config).to(dtype)
 
 
-def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1) -> list[TrainingSequence]:
-    """Two-turn sequences of uneven lengths in groups of four, cut into minibatches in order."""
+def truncated(segment: Segment, rng: np.random.Generator) -> Segment:
+    """A policy segment whose tokens were drawn from some of the vocabulary, now and then at a temperature of their own."""
+    num_tokens = segment.num_tokens
+    order = np.argsort(rng.random((num_tokens, VOCAB)), axis=1)
+    rows = kept_rows(order, rng.integers(0, VOCAB, num_tokens), segment.token_ids.astype(np.int64), VOCAB)
+    packed = pack(rows[: int(rng.integers(num_tokens + 1))], num_tokens)
+    return replace(segment, kept=packed, temperature=(None, 0.6, 1.4)[int(rng.integers(3))])
+
+
+def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1, cut: bool = False) -> list[TrainingSequence]:
+    """Two-turn sequences of uneven lengths in groups of four, cut into minibatches in order. ``cut``: truncated sampling."""
     rng = np.random.default_rng(seed)
     rewards = rng.integers(0, 2, size=count).astype(float)
     result = []
@@ -60,6 +71,8 @@ def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1) -> li
             else Segment.environment(t)
             for turn, t in enumerate(tokens)
         )
+        if cut:
+            segments = tuple(truncated(s, rng) if s.is_policy else s for s in segments)
         group = rewards[4 * (i // 4) : 4 * (i // 4) + 4]
         result.append(
             TrainingSequence(

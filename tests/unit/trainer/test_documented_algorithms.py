@@ -11,9 +11,17 @@ import pytest
 import torch
 import yaml
 
-from services.common.config.algorithm import AlgorithmConfig, KlEstimator, LossAggregation
+from services.common.config.algorithm import (
+    KlEstimator,
+    LossAggregation,
+    RejectionCriterion,
+    RejectionDenominator,
+    RejectionLevel,
+    RejectionReduce,
+)
+from services.common.config.base import Section
 from services.common.config.credit import AdvantageName, DistillationConfig, ValueHeadConfig
-from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, M2poScope
+from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, ImportanceLevel, M2poRule, M2poScope, SapoLevel
 from services.common.config.policy import (
     BatchConfig,
     OverlongPenaltyConfig,
@@ -36,7 +44,10 @@ def test_every_loss_has_an_implementation() -> None:
     assert set(ALGORITHMS) <= WORDS
 
 
-@pytest.mark.parametrize("names", [AdvantageName, LossAggregation, KlEstimator, M2poScope])
+@pytest.mark.parametrize("names", [
+    AdvantageName, LossAggregation, KlEstimator, M2poScope, M2poRule, SapoLevel, ImportanceLevel,
+    RejectionLevel, RejectionCriterion, RejectionReduce, RejectionDenominator,
+])  # fmt: skip
 def test_every_name_is_documented(names: object) -> None:
     assert not set(get_args(names)) - WORDS
 
@@ -53,7 +64,7 @@ def test_every_name_is_documented(names: object) -> None:
         DistillationConfig,
     ],
 )
-def test_every_setting_is_documented(section: type[AlgorithmConfig]) -> None:
+def test_every_setting_is_documented(section: type[Section]) -> None:
     assert not set(section.model_fields) - WORDS
 
 

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from services.common.kept_tokens import KeptSets
+from services.trainer.drawn import Drawn, KeptBlocks
 from services.trainer.logprobs import token_logprobs
 
 
@@ -34,6 +41,66 @@ def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunks: t
         results.append([logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def drawn_of(kept: list[set[int] | None], temperatures: list[float] | None, vocab: int = 29) -> Drawn:
+    """``kept``: what could be drawn of each target, None for everything. Half of them are written as what was left out."""
+    rows, ids, left_out = [], [], []
+    for i, own in enumerate(kept):
+        left_out.append(own is None or i % 2 == 0)
+        chosen = set() if own is None else set(range(vocab)) - own if i % 2 == 0 else own
+        rows += [i] * len(chosen)
+        ids += sorted(chosen)
+    sets = KeptSets(np.array(left_out), np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64))
+    return Drawn(
+        kept=KeptBlocks.on(sets, torch.device("cpu")),
+        temperatures=None if temperatures is None else torch.tensor(temperatures, dtype=torch.float64),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.none() | st.sets(st.integers(0, 28), max_size=29), min_size=13, max_size=13),
+    st.none() | st.lists(st.sampled_from([math.nan, 0.5, 1.3]), min_size=13, max_size=13),
+    st.sampled_from([1.0, 0.6]),
+    st.sampled_from([(4, 7), (1, 1), (100, 100), (13, 29)]),
+)
+def test_kept_sets_and_temperatures_of_tokens_equal_a_masked_softmax(
+    kept: list[set[int] | None], temperatures: list[float] | None, temperature: float, chunks: tuple[int, int]
+) -> None:
+    hidden, weight, targets = inputs(torch.float64)
+    kept = [own if own is None else own | {int(t)} for own, t in zip(kept, targets, strict=True)]
+    upstream = torch.randn(2, len(targets), dtype=torch.float64)
+    own_temperature = torch.tensor(
+        [temperature if math.isnan(t) else t for t in temperatures or [math.nan] * 13], dtype=torch.float64
+    )
+    hide = torch.tensor([[own is not None and v not in own for v in range(29)] for own in kept])
+
+    def masked() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = (hidden @ weight.T / own_temperature[:, None]).masked_fill(hide, -torch.inf)
+        log_p = logits.log_softmax(-1)
+        finite = log_p.masked_fill(hide, 0.0)
+        return log_p.gather(1, targets[:, None])[:, 0], -(finite.exp().masked_fill(hide, 0.0) * finite).sum(-1)
+
+    drawn = drawn_of(kept, None if temperatures is None else own_temperature.tolist())
+    results = []
+    for function in (lambda: token_logprobs(hidden, weight, targets, temperature, *chunks, drawn=drawn), masked):
+        logprobs, entropy = function()
+        loss = (logprobs * upstream[0]).sum() + (entropy * upstream[1]).sum()
+        results.append([logprobs, entropy, *torch.autograd.grad(loss, (hidden, weight))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_token_that_alone_could_be_drawn_has_log_probability_and_gradient_zero() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    logprobs, entropy = token_logprobs(
+        hidden, weight, targets, 0.7, 4, 7, drawn=drawn_of([{int(t)} for t in targets], None)
+    )
+    assert not logprobs.detach().any() and not entropy.detach().any()
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert not hidden.grad.any() and not weight.grad.any()
 
 
 def test_gradcheck_of_both_outputs() -> None:

@@ -34,6 +34,15 @@ def returned(tokens: TokenBatch, settings: Mapping[str, Any]) -> object:
             return PolicyLoss(per_token=loss.tolist())
         case "a tensor":
             return loss
+        case "a constant":
+            return PolicyLoss(per_token=loss.detach())
+        case "a nameless count" | "a taken count":
+            name = "seen" if settings["as"] == "a nameless count" else "trained_tokens"
+            return PolicyLoss(per_token=loss, counts={name: tokens.mask.sum()})
+        case "a count of the audit":
+            return PolicyLoss(per_token=loss, counts={"zero_gradient_tokens": tokens.mask.sum()})
+        case "a left_out per sequence":
+            return PolicyLoss(per_token=loss, left_out=tokens.mask.all()[None])
     assert (tokens.proximal is not None) == settings["as"].startswith("proximal")
     return PolicyLoss(per_token=loss, counts={"seen_tokens": tokens.mask.sum()})
 
@@ -63,6 +72,11 @@ def test_it_gets_proximal_log_probabilities_where_it_asks_for_them() -> None:
         ("integers", "torch.int64"),
         ("a list", "returned a per_token of type list"),
         ("a tensor", "returned a Tensor; expected a PolicyLoss"),
+        ("a constant", "does not depend on tokens.logprobs"),
+        ("a nameless count", "a count named 'seen'; expected names that end in _tokens"),
+        ("a taken count", "a count named 'trained_tokens'"),
+        ("a count of the audit", "a count named 'zero_gradient_tokens'"),
+        ("a left_out per sequence", r"returned a left_out of shape \[1\] and torch.bool"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_ends_the_step_before_the_optimizer(

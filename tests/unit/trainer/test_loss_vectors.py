@@ -175,16 +175,18 @@ def test_rejected_tokens_are_as_if_untrained(name: str, denominator: str) -> Non
 
 
 def test_denominators_of_sequences_follow_what_is_kept() -> None:
-    case = made(SEEDS[0])
+    case = made(SEEDS[1])
     batch = batch_of(case)
-    left = reference.rejected(batch, REJECTIONS["sequence and token"], "kept")
+    criteria = [("sequence", "k2", "mean", 0.0, 0.03), ("token", "ratio", "mean", 0.8, 1.25)]
+    left = reference.rejected(batch, criteria, "kept")
     per_token = [reference.surrogate(np.exp(n - b), a, 0.8, 1.2)[0]
                  for n, b, a in zip(batch.new, batch.behaviour, batch.advantages, strict=True)]  # fmt: skip
     kept = [[t for t in s if left.alive[t]] for s in batch.sequences]
     alive = [s for s in kept if s]
+    assert 0 < len(alive) < 7 and any(0 < len(k) < len(s) for k, s in zip(kept, batch.sequences, strict=True))
     by_kept = sum(np.mean([per_token[t] for t in s]) for s in alive) / len(alive)
     by_all = sum(sum(per_token[t] for t in k) / len(s) for k, s in zip(kept, batch.sequences, strict=True)) / 7
-    rejection = [{"level": "sequence", "criterion": "k2", "upper": 0.04}, {"lower": 0.7, "upper": 1.4}]
+    rejection = [{"level": "sequence", "criterion": "k2", "upper": 0.03}, {"lower": 0.8, "upper": 1.25}]
     for denominator, expected in (("kept", by_kept), ("all", by_all)):
         config = algorithm("ppo_clip", loss_aggregation="sequence_mean", rejection=rejection,
                            rejection_denominator=denominator)  # fmt: skip

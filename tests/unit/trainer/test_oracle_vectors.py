@@ -12,7 +12,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[3] / "benchmarks")
 )  # its modules import each other by bare names
 
-from _oracle_vectors import Answer, Case, cases, folder, judge  # type: ignore[import-not-found]
+from _oracle_vectors import Answer, Case, algorithms, cases, folder, judge  # type: ignore[import-not-found]
 from oracle_vectors import ADAPTERS, summary  # type: ignore[import-not-found]
 
 
@@ -27,6 +27,12 @@ def test_every_case_agrees_or_differs_by_design(algorithm: str, record_property:
     without_reason = [v for v in verdicts if not v.agrees and v.by_design is None]
     assert verdicts and [(v.case.title, v.output, v.difference) for v in without_reason] == []
     assert [v.case.title for v in verdicts if v.agrees and v.by_design] == [], "they are said to differ"
+
+
+@pytest.mark.needs("oracle vectors")
+def test_every_file_has_an_adapter() -> None:
+    root = folder()
+    assert root is not None and set(algorithms(root)) == set(ADAPTERS)
 
 
 def made_up(**outputs: object) -> Case:

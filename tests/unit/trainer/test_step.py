@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.cli.metrics_catalogue import step_metric
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.types import RankBatch, Segment, TrainingSequence
@@ -300,6 +301,36 @@ def test_supervised_documents_that_train_nothing_change_nothing() -> None:
     before = weights(supervised)
     assert supervised.run([Document.supervised(np.zeros(4), np.zeros(4, dtype=bool))]).loss == 0.0
     assert all(torch.equal(before[n], p) for n, p in weights(supervised).items())
+
+
+def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
+    """Defect 12: their version is the newest, but older weights computed a part of what they saw."""
+    sequences = training_sequences(8)
+    kept = [
+        dataclasses.replace(
+            item,
+            sequence=dataclasses.replace(
+                item.sequence,
+                segments=tuple(dataclasses.replace(s, mixed_cache=s.is_policy) for s in item.sequence.segments),
+            ),
+        )
+        for item in sequences[:4]
+    ]
+    whole = train_step(algorithm()).run(rank_batch(sequences))
+    half = train_step(algorithm()).run(rank_batch(kept + sequences[4:]))
+    fresh = [
+        sum(s.num_tokens for item in items for s in item.sequence.segments if s.is_policy and s.weight_version == 4)
+        for items in (sequences, sequences[4:])
+    ]
+    assert half.fresh_share / whole.fresh_share == pytest.approx(fresh[1] / fresh[0])
+    assert half.mismatch_fresh_abs != whole.mismatch_fresh_abs
+    assert half.mismatch_abs == whole.mismatch_abs, "all tokens count there"
+
+
+@pytest.mark.parametrize("name", ["m2po", "m2po_mask", "decoupled_ppo", "sapo", "cispo"])
+def test_every_metric_of_a_step_is_in_the_catalogue(name: str) -> None:
+    metrics = train_step(algorithm(name)).run(rank_batch(training_sequences(8, minibatches=2)))
+    assert [key for key in metrics.as_dict() if step_metric(f"trainer/{key}") is None] == []
 
 
 def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:

@@ -88,6 +88,7 @@ def test_the_behaviour_policy_as_student_is_compared_as_it_was_recorded() -> Non
     assert metrics.grad_norm == pytest.approx(float(norm), rel=1e-4)
     gaps = torch.cat([b.behaviour - b.teacher for b in batches if b.teacher is not None])
     assert metrics.algorithm["distillation_kl"] == pytest.approx(float(gaps.mean()), rel=1e-5)
+    assert metrics.advantage_abs_mean == pytest.approx(0.5 * float(gaps.abs().mean()), rel=1e-5)
 
 
 def test_the_teacher_stays_as_it_was() -> None:

@@ -1,8 +1,8 @@
 """SGLang's HTTP interface: the only file that speaks to a server. Written against 0.5.23.
 
 What is asked of a server and what it answers, in our words. Knows nothing of processes, requests' lives or weights' ways.
-Log-probabilities are those of the distribution that was drawn from: SGLang scales by the temperature, and where top-k or
-top-p cut, its sampling mask carries the renormalised one.
+Log-probabilities are those of the distribution that was drawn from: SGLang scales by the temperature, and where top-k,
+top-p or min-p cut, its sampling mask carries the tokens that were left and the renormalised log-probability.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
 import orjson
 
 from services.common.aio import deadline
+from services.common.config.sglang import MASK_TOKENS
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.types import Sampling
+from services.common.kept_tokens import KeptRow, kept_rows, left_out_row
 from services.inference.engine.sglang.legs import Chunk, Finish, LegRequest, VersionSpan
 
 PauseMode = Literal["retract", "in_place"]
@@ -27,7 +29,6 @@ CONNECT_TIMEOUT_S = 5.0
 QUESTION_TIMEOUT_S = 15.0  # what a server answers beside its work
 CONTROL_TIMEOUT_S = 60.0  # what waits for the decoding step that runs
 UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
-MASKED_TOKENS = 1024  # largest top-k of which a server tells the behaviour log-probability; started with it
 _JSON = {"Content-Type": "application/json"}
 _SUPPRESSED = -1e9  # added to a logit: a token that cannot be drawn
 
@@ -62,9 +63,9 @@ class Load:
 class TokenStream:
     """The chunks of one leg. ``next`` may be cancelled and called again: nothing is lost."""
 
-    def __init__(self, response: aiohttp.ClientResponse, *, masked: bool) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, leg: LegRequest) -> None:
         self._response = response
-        self._masked = masked
+        self._leg = leg
         self._buffer = bytearray()
 
     async def next(self) -> Chunk:
@@ -87,7 +88,7 @@ class TokenStream:
 
     def _chunk(self, data: bytes) -> Chunk:
         try:
-            return _read_chunk(orjson.loads(data), masked=self._masked)
+            return _read_chunk(orjson.loads(data), self._leg)
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise InfrastructureError(f"a chunk that makes no sense ({error!r}): {data[:200]!r}") from error
 
@@ -124,7 +125,6 @@ class SglangClient:
     @asynccontextmanager
     async def generate(self, leg: LegRequest) -> AsyncIterator[TokenStream]:
         """Leaving the context before the end drops the connection, which ends the leg at the server too."""
-        masked = _is_masked(leg.sampling)
         try:
             response = await self._session.post(
                 f"{self.address}/generate", data=orjson.dumps(_leg_body(leg)), headers=_JSON
@@ -135,7 +135,7 @@ class SglangClient:
         try:
             if response.status >= 400:
                 raise await _refusal(response, "/generate")
-            yield TokenStream(response, masked=masked)
+            yield TokenStream(response, leg)
         finally:
             self._streaming.discard(response)
             response.close()
@@ -266,21 +266,17 @@ async def _refusal(response: aiohttp.ClientResponse, path: str) -> Refused:
     return Refused(f"SGLang refused {path} with {response.status}: {text}", response.status)
 
 
-def _is_masked(sampling: Sampling) -> bool:
-    """Whether it draws from less than the whole distribution."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
-
-
 def _leg_body(leg: LegRequest) -> dict[str, Any]:
     """What ``/generate`` takes."""
-    sampling, masked = leg.sampling, _is_masked(leg.sampling)
+    sampling, masked = leg.sampling, leg.sampling.is_truncated
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_new_tokens": leg.max_new_tokens,
         "stream_interval": leg.chunk_tokens,
     }
     if masked:
-        parameters |= {"top_p": sampling.top_p, "top_k": sampling.top_k or MASKED_TOKENS}
+        top_k = sampling.top_k or MASK_TOKENS
+        parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
     if leg.suppress_stop or not leg.stop_token_ids:
         parameters["ignore_eos"] = True
     else:
@@ -299,11 +295,11 @@ def _leg_body(leg: LegRequest) -> dict[str, Any]:
     return body
 
 
-def _read_chunk(row: dict[str, Any], *, masked: bool) -> Chunk:
+def _read_chunk(row: dict[str, Any], leg: LegRequest) -> Chunk:
     if (error := row.get("error")) is not None:
         message = error.get("message", "") if isinstance(error, dict) else str(error)
         raise InvalidRequestError(f"SGLang refuses the request: {message}")
-    meta = row["meta_info"]
+    meta, masked = row["meta_info"], leg.sampling.is_truncated
     token_ids = [int(token) for token in row["output_ids"]]
     pairs = meta.get("output_token_logprobs") or []
     values = meta.get("output_token_sampling_logprobs") or [] if masked else [pair[0] for pair in pairs]
@@ -313,9 +309,25 @@ def _read_chunk(row: dict[str, Any], *, masked: bool) -> Chunk:
     return Chunk(
         token_ids=token_ids,
         logprobs=logprobs,
+        kept=_kept(meta, leg, token_ids),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         finish=_read_finish(meta),
     )
+
+
+def _kept(meta: dict[str, Any], leg: LegRequest, token_ids: list[int]) -> list[KeptRow]:
+    """Which tokens could be drawn, of each token: those in the server's mask, or all but the stop tokens."""
+    if not leg.sampling.is_truncated:
+        return [left_out_row(leg.stop_token_ids)] * len(token_ids) if leg.suppress_stop else []
+    masks: list[list[int]] = meta.get("output_token_sampling_mask") or []
+    if len(masks) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens with {len(masks)} sampling masks")
+    if not masks:
+        return []
+    counts = np.array([len(mask) for mask in masks], dtype=np.int64)
+    ids = np.zeros((len(masks), int(counts.max())), dtype=np.int64)
+    ids[np.arange(ids.shape[1]) < counts[:, None]] = [token for mask in masks for token in mask]
+    return kept_rows(ids, counts, np.array(token_ids, dtype=np.int64))
 
 
 def _read_finish(meta: dict[str, Any]) -> Finish | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.config.services import InferenceConfig
+from services.common.config.sglang import MASK_TOKENS
 from services.common.errors import ConfigError
-from services.inference.engine.sglang.client import MASKED_TOKENS
 from services.inference.engine.sglang.environment import interpreter
 
 CONTEXT_MARGIN = 8  # tokens that a server keeps for itself at the end of its context
@@ -77,7 +77,7 @@ def server_commands(
         "context_length": context_length + CONTEXT_MARGIN,
         "mem_fraction_static": _CPU_MEMORY_SHARE if on_cpu else settings.memory_share,
         "max_running_requests": most_running,
-        "sampling_mask_max_tokens": MASKED_TOKENS,
+        "sampling_mask_max_tokens": MASK_TOKENS,
         "skip_tokenizer_init": True,
         "incremental_streaming_output": True,
         "log_level": "warning",

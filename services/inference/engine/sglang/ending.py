@@ -42,8 +42,7 @@ class Before:
         if self._certain is not None:
             if leg.cut is not None and self._certain < leg.cut:
                 raise InfrastructureError("the server did not say which weights computed what was watched")
-            del leg.tokens[self._certain :]
-            del leg.logprobs[self._certain :]
+            leg.keep_first(self._certain)
         if leg.tokens:
             assert self._version is not None
             span = VersionSpan(version=self._version, start=0, end=len(leg.tokens))

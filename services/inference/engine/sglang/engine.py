@@ -19,11 +19,12 @@ from contextlib import AsyncExitStack, contextmanager
 import structlog
 
 from services.common.aio import backoff
+from services.common.config.sglang import MASK_TOKENS
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.requests import check_request
 from services.inference.engine.sglang.admission import Admission
-from services.inference.engine.sglang.client import MASKED_TOKENS, Refused, TokenStream
+from services.inference.engine.sglang.client import Refused, TokenStream
 from services.inference.engine.sglang.ending import Before, Interrupted, NotFinite, judge
 from services.inference.engine.sglang.fleet import Fleet
 from services.inference.engine.sglang.legs import Chunk, Finish
@@ -94,10 +95,10 @@ class SglangEngine:
         if request.request_id in self._by_id:
             raise InvalidRequestError(f"request {request.request_id!r} is already being generated")
         check_request(request, context_length=self._context_length, vocab_size=self._vocab_size)
-        if request.sampling.top_k > MASKED_TOKENS:
+        if request.sampling.top_k > MASK_TOKENS:
             raise InvalidRequestError(
-                f"request {request.request_id!r}: top_k is {request.sampling.top_k}; SGLang tells log-probabilities of at "
-                f"most {MASKED_TOKENS}: write fewer, or 0 (off)"
+                f"request {request.request_id!r}: top_k is {request.sampling.top_k}; SGLang tells of at most "
+                f"{MASK_TOKENS} tokens which could be drawn: write fewer, or 0 (off)"
             )
         playing = Playing(request, self._context_length - len(request.prompt_ids))
         self._by_id[request.request_id] = playing
@@ -285,6 +286,7 @@ class SglangEngine:
                 leg.cut = len(leg.tokens) + found
         leg.tokens += chunk.token_ids[:taken]
         leg.logprobs += chunk.logprobs[:taken]
+        leg.kept += chunk.kept[:taken]
         self._generated += taken
         if self._on_tokens is not None and taken:
             self._on_tokens(taken, time.time())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.common.kept_tokens import KeptRow
 from services.common.types import Sampling
 
 
@@ -19,7 +20,7 @@ class LegRequest:
     rid: str
     input_ids: Sequence[int]
     max_new_tokens: int
-    sampling: Sampling  # of which temperature, top_p and top_k are meant
+    sampling: Sampling  # of which temperature, top_p, top_k and min_p are meant
     stop_token_ids: Sequence[int]
     suppress_stop: bool  # none of the stop tokens can be drawn
     chunk_tokens: int  # tokens that come together
@@ -51,5 +52,6 @@ class Chunk:
 
     token_ids: list[int]
     logprobs: list[float]  # NaN where the server had none
+    kept: list[KeptRow]  # which tokens could be drawn, where the sampling is truncated; else empty
     cached_tokens: int  # of the leg's input, taken from the server's cache
     finish: Finish | None

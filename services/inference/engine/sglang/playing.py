@@ -12,6 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from services.common.errors import InfrastructureError
+from services.common.kept_tokens import KeptRow, pack
 from services.common.types import Segment
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
 from services.inference.engine.sglang.legs import LegRequest, VersionSpan
@@ -34,6 +35,7 @@ class Playing:
     room: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptRow] = field(default_factory=list)  # of the first tokens: what is cut later, is cut at first
     aborted: bool = False
     told_to_end: asyncio.Event = field(default_factory=asyncio.Event)
     _parts: list[_Part] = field(default_factory=list)
@@ -95,6 +97,7 @@ class Playing:
             raise InfrastructureError(f"SGLang does not say which weights computed {num_tokens} tokens: {spans}")
         self.tokens += leg.tokens
         self.logprobs += leg.logprobs
+        self.kept += leg.kept
         self._parts += parts
 
     def generation(self, reason: FinishReason) -> Generation:
@@ -107,9 +110,9 @@ class Playing:
             following = self._parts[number + 1] if number + 1 < len(self._parts) else None
             if following is not None and (following.version, following.mixed) == (part.version, part.mixed):
                 continue
-            segments.append(
-                Segment.policy(self.tokens[start : part.end], self.logprobs[start : part.end], part.version, part.mixed)
-            )
+            of = slice(start, part.end)
+            kept = pack(self.kept[of], part.end - start) if self.request.record_kept else b""
+            segments.append(Segment.policy(self.tokens[of], self.logprobs[of], part.version, part.mixed, kept))
             start = part.end
         return tuple(segments)
 
@@ -120,11 +123,16 @@ class Leg:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptRow] = field(default_factory=list)  # empty where the sampling is not cut
     cut: int | None = None  # tokens after which somebody who watches has ended it
     told: bool = False  # the server, that it is to end
 
     def cut_off(self) -> None:
         """Drop what came after its end."""
         if self.cut is not None:
-            del self.tokens[self.cut :]
-            del self.logprobs[self.cut :]
+            self.keep_first(self.cut)
+
+    def keep_first(self, num_tokens: int) -> None:
+        """Drop what came after so many tokens."""
+        for column in (self.tokens, self.logprobs, self.kept):
+            del column[num_tokens:]

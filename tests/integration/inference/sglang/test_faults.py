@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import aiohttp
 import pytest
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
+from services.common.kept_tokens import unpack
 from services.common.security.bundle import VARIABLE
 from services.common.types import Sampling
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
@@ -62,6 +64,50 @@ def check_whole(generation: Generation, count: int = 100) -> None:
     """No token is lost, said twice, or without a log-probability."""
     assert generation.token_ids == [FIRST + 1 + i for i in range(count)]
     assert all((segment.logprobs == -0.25).all() for segment in generation.segments)
+
+
+# -- what could be drawn ------------------------------------------------------------------------------------------
+
+
+def kept_sets(generation: Generation) -> list[tuple[int, ...]]:
+    """Of each token: what could be drawn, or a minus and what could not."""
+    found: list[tuple[int, ...]] = []
+    for segment in generation.segments:
+        sets = unpack(segment.kept, segment.token_ids)
+        for token in range(sets.num_tokens):
+            ids = sorted(sets.ids[sets.rows == token].tolist())
+            found.append((-1, *ids) if sets.left_out[token] else tuple(ids))
+    return found
+
+
+async def test_what_a_mask_lists_is_told_over_deaths_and_updates(launch: Launch) -> None:
+    engine = await launch("--token-s", "0.01")
+    await misbehave(engine, "/generate", die_at=20)
+    cut = replace(request(), sampling=Sampling(max_new_tokens=60, top_p=0.9, top_k=3, min_p=0.1))
+    (pending,) = start(engine, cut)
+    await until_tokens(engine, 30)
+    await engine.update(version(1))
+    generation = await pending
+    assert len(generation.segments) == 2
+    assert kept_sets(generation) == [(t, t + 5) for t in generation.token_ids]
+    asked = [body["sampling_params"] for route, body in await seen(engine) if route == "/generate"]
+    assert {(one["top_p"], one["top_k"], one["min_p"]) for one in asked} == {(0.9, 3, 0.1)}
+
+
+async def test_forbidden_stop_tokens_are_told_as_left_out(launch: Launch) -> None:
+    engine = await launch()
+    short = replace(request(stop=(500, 501)), sampling=Sampling(max_new_tokens=10, min_new_tokens=4))
+    generation = await engine.generate(short)
+    assert kept_sets(generation) == [(-1, 500, 501)] * 4 + [(-1,)] * 6
+    untold = await engine.generate(replace(short, request_id="other", record_kept=False))
+    assert [segment.kept for segment in untold.segments] == [b""]
+
+
+async def test_a_server_that_lists_no_mask_is_not_believed(launch: Launch) -> None:
+    engine = await launch()
+    await misbehave(engine, "/generate", no_mask=True, times=9)
+    with pytest.raises(InfrastructureError, match=r"1 and 0 log-probabilities"):
+        await engine.generate(replace(request(), sampling=Sampling(max_new_tokens=6, top_p=0.9)))
 
 
 # -- a server that dies ------------------------------------------------------------------------------------------

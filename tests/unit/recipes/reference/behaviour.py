@@ -45,7 +45,7 @@ BEHAVIOUR_ROWS = rows(
     absent("sampled work is kept: the others are compared with each other, two at least", {
         "a failed sample": "drops its whole group",
     }, of=M2PO),
-    absent("the ratio must be exact: the engine's log-probabilities are renormalised over what top_p and top_k keep", {
+    absent("the ratio must be exact: engine and trainer take log-probabilities over what top_p and top_k keep", {
         "log-probabilities of truncated sampling": "of the untruncated distribution",
     }, of=AGENTS),
     absent("one user message with all of it: a chat template may not know other roles", {

@@ -1,0 +1,452 @@
+"""``millrace fate``: whatever happens to rollouts, each has one fate, and the sums come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.cli import drawing
+from services.cli.__main__ import app
+from services.cli.fate.facts import Fate
+from services.cli.fate.lengths import Lengths
+from services.cli.fate.picture import MOST_BARS, draw_fates
+from services.cli.fate.reading import Fates, read_fates
+from services.cli.fate.view import show
+from services.cli.plot import plot_runs
+from services.common import fates
+from services.common.errors import ConfigError
+from services.common.fates import ClosedReason
+from services.common.types import StopReason, TaskGroupOrder
+from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.pool import Replica
+from services.orchestrator.run_control import RunState
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+Worlds = Callable[..., World]
+
+
+@pytest.fixture
+async def worlds(tmp_path: Path) -> AsyncIterator[Worlds]:
+    made: list[World] = []
+
+    def make(**batch: Any) -> World:
+        made.append(World(tmp_path / str(len(made)), **batch))
+        return made[-1]
+
+    yield make
+    for world in made:
+        await world.close()
+
+
+async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
+    """The first task groups of four rollouts each."""
+    replica = world.join()
+    for policy in world.policies:
+        await world.publish(0, policy=policy)
+    world.train()
+    return replica, await world.orders(replica)
+
+
+async def bring(world: World, order: TaskGroupOrder, rewards: list[float], version: int = 0, tokens: int = 4) -> None:
+    for index, reward in enumerate(rewards):
+        await world.send(trajectory(order.task_group_id, index, sequence(reward, version, tokens), reward=reward))
+
+
+def fates_of(world: World) -> Fates:
+    found = read_fates(world.run_dir)
+    assert found.failed_checks == []
+    return found
+
+
+async def test_every_kind_of_fate_is_told_and_the_sums_come_out(worlds: Worlds) -> None:
+    world = worlds()
+    replica, orders = await begin(world)
+    assert len(orders) == 4
+    failing, open_ = (order.task_group_id for order in orders[2:])
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
+    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
+    await world.send(failure(failing, 0, "ROLLOUT_TIMEOUT"), failure(failing, 1, fates.TOO_OLD))
+    await world.send(failure(failing, 2), failure(failing, 3, "ValueError"))
+    await world.send(trajectory(open_, 0, sequence(1.0, num_tokens=9)))
+    again = len(await world.orders(replica))  # what was dropped and failed returned its quota
+    total = fates_of(world).total("model0")
+    assert (total.issued_groups, total.issued_rollouts) == (4 + again, 4 * (4 + again))
+    assert total.groups[Fate.BUFFERED] == total.groups[Fate.EQUAL_REWARDS] == total.groups[Fate.SIBLINGS] == 1
+    assert total.rollouts[Fate.BUFFERED] == total.rollouts[Fate.EQUAL_REWARDS] == 4
+    assert total.rollouts[Fate.TIMED_OUT] == total.rollouts[Fate.STOPPED] == total.rollouts[Fate.SIBLINGS] == 1
+    assert total.rollouts[Fate.FAILED] == 2
+    assert total.rollouts[Fate.PLAYING] == 3 + 4 * again
+    assert total.tokens == {Fate.BUFFERED: 12, Fate.EQUAL_REWARDS: 28, Fate.SIBLINGS: 9}
+    assert total.failures == {"ROLLOUT_TIMEOUT": 1, fates.TOO_OLD: 1, "INFRASTRUCTURE": 1, "ValueError": 1}
+
+
+async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.settle()
+    assert fates_of(world).total("model0").sequences == {Fate.IN_TRAINING: 8}
+    await world.publish(1)
+    await world.orders(world.join("b", number=1))
+    found = fates_of(world)
+    assert found.total("model0").tokens == {Fate.TRAINED: 32}
+    assert found.steps("model0")[1].rollouts[Fate.TRAINED] == 8, "of the step in which they were issued"
+    assert set(found.steps("model0")) == {1, 2}, "what is issued from the next version on belongs to the next step"
+
+
+async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(worlds: Worlds) -> None:
+    world = worlds(max_staleness=0, late="drop")
+    replica, orders = await begin(world)
+    for order in orders:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    for order in await world.orders(replica):
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=5)
+    await world.publish(1)  # of a trainer that went on without them
+    await world.settle()
+    total = fates_of(world).total("model0")
+    assert total.tokens[Fate.TOO_OLD] == total.sampled_tokens > 0
+
+
+async def test_a_recovered_run_tells_the_same_fates(worlds: Worlds) -> None:
+    """The journal of a run whose orchestrator was killed, twice, is as good as another."""
+    world = worlds(resample={"keep": 2})
+    _, orders = await begin(world)
+    for number, order in enumerate(orders[:3]):
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0], tokens=number + 1)
+    await world.send(trajectory(orders[3].task_group_id, 0, sequence(1.0)))
+    before = fates_of(world).total("model0")
+    assert before.sequences[Fate.RESAMPLED_AWAY] == 6
+    for _ in range(2):
+        await world.crash()
+        await world.settle()
+    after = fates_of(world).total("model0")
+    assert (after.sequences, after.tokens, after.groups) == (before.sequences, before.tokens, before.groups)
+
+
+async def test_no_closed_task_group_lacks_its_verdict_whenever_the_orchestrator_dies(worlds: Worlds) -> None:
+    """A verdict is journaled ahead of the close that follows from it, once, also when the close is lost."""
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [1.0] * 4)
+    await world.settle()
+    reader = JournalReader(world.run_dir / "journal")
+    rows = {row.kind: row.number for row in reader.rows() if row.key == orders[0].task_group_id}
+    reader.close()
+    assert rows[records.VERDICT] < rows[records.CLOSED]
+    await world.crash()
+    await world.settle()
+    reader = JournalReader(world.run_dir / "journal")
+    names = [row.key for row in reader.rows_of(records.VERDICT)]
+    reader.close()
+    assert names == [orders[0].task_group_id]
+
+
+async def test_what_its_budget_cut_is_told_apart_from_its_siblings(worlds: Worlds) -> None:
+    world = worlds(rollout={"on_truncation": "mask"})
+    _, orders = await begin(world)
+    for index in range(4):
+        cut = StopReason.LENGTH if index == 0 else StopReason.STOP
+        spoken = dataclasses.replace(sequence(index % 2, num_tokens=5 + index), stop_reason=cut)
+        await world.send(trajectory(orders[0].task_group_id, index, spoken, reward=index % 2))
+    total = fates_of(world).total("model0")
+    assert total.tokens == {Fate.TRUNCATED: 5, Fate.BUFFERED: 6 + 7 + 8}
+    assert total.groups[Fate.BUFFERED] == 1
+
+
+async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await world.send(trajectory(orders[0].task_group_id, 0, sequence(1.0, num_tokens=6)))
+    world.ring.dispatcher.train = False
+    world.ring.cancel_training_groups(ClosedReason.RUN_ENDED)
+    await world.settle()
+    total = fates_of(world).total("model0")
+    assert total.groups == {Fate.CANCELLED: total.issued_groups}
+    assert (total.rollouts[Fate.CANCELLED], total.tokens[Fate.CANCELLED]) == (total.issued_rollouts, 6)
+
+
+async def test_what_waits_when_the_run_is_done_is_left_over_and_no_longer_in_flight(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0])
+    assert fates_of(world).total("model0").sequences == {Fate.BUFFERED: 4}
+    world.ring.dispatcher.train = False
+    world.ring.cancel_training_groups(ClosedReason.STEPS_DONE)
+    world.ring.control.enter(RunState.FINISHED)
+    await world.settle()
+    total = fates_of(world).total("model0")
+    assert total.sequences == {Fate.LEFT_OVER: 4}
+    assert set(total.rollouts) == {Fate.LEFT_OVER, Fate.CANCELLED}
+
+
+async def test_policies_are_told_apart_and_one_that_said_nothing_has_no_sequence(worlds: Worlds) -> None:
+    world = worlds(policies=("solver", "checker"))
+    _, orders = await begin(world)
+    name = orders[0].task_group_id
+    for index in range(4):
+        spoken = [sequence(index % 2, policy="solver", num_tokens=4)]
+        if index == 0:
+            spoken += [sequence(1.0, policy="checker", num_tokens=2), sequence(0.0, policy="checker", num_tokens=3)]
+        await world.send(trajectory(name, index, *spoken, reward=1.0))
+    found = fates_of(world)
+    assert found.policies == ["checker", "solver"]
+    solver, checker = found.total("solver"), found.total("checker")
+    assert (solver.sampled_sequences, solver.sampled_tokens) == (4, 16)
+    assert (checker.sampled_sequences, checker.sampled_tokens, checker.rollouts[Fate.EMPTY]) == (2, 5, 3)
+
+
+async def test_the_old_tokens_of_a_late_sequence_are_masked_and_the_young_ones_trained(worlds: Worlds) -> None:
+    world = worlds(max_staleness=0, late="mask")
+    _, orders = await begin(world)
+    await world.publish(1)  # of a trainer that went on without them
+    for order in orders[:2]:
+        for index in range(4):
+            both = dataclasses.replace(
+                sequence(index % 2, 0, 3), segments=sequence(0, 0, 3).segments + sequence(0, 1, 2).segments
+            )
+            await world.send(trajectory(order.task_group_id, index, both, reward=index % 2))
+    world.ring.batches["model0"].newest_step = 1
+    await world.trainer_side.pull_batch("model0", 2, 1.0)
+    await world.publish(2)
+    await world.settle()
+    assert fates_of(world).total("model0").tokens == {Fate.TRAINED: 16, Fate.MASKED: 24}
+
+
+async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
+    """From the batch record, whatever masks them, also a whole sequence."""
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    await world.journal.close()
+    change_batch(world.run_dir, lambda entry, number: {**entry, "num_masked_tokens": (0, 4, 1)[min(number, 2)]}, 4 + 6)
+    total = read_fates(world.run_dir).total("model0")
+    assert total.sequences == {Fate.TRAINED: 7, Fate.MASKED: 1}
+    assert total.tokens == {Fate.TRAINED: 32 - 10, Fate.MASKED: 10}
+    assert read_fates(world.run_dir).failed_checks == []
+
+
+def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str, Any]], masked: int) -> None:
+    """Write the only batch record anew, at the end of its segment."""
+    import sqlite3
+
+    from services.orchestrator.journal.index import INDEX_FILE, checksum_of
+    from services.orchestrator.journal.segments import segment_path
+
+    reader = JournalReader(run_dir / "journal")
+    (row,) = reader.rows_of(records.BATCH)
+    record = reader.load(row)
+    reader.close()
+    assert record is not None
+    record["sequences"] = [change(entry, number) for number, entry in enumerate(record["sequences"])]
+    record["minibatches"][0]["num_trained_tokens"] -= masked
+    line = orjson.dumps(record) + b"\n"
+    path = segment_path(run_dir / "journal", row.kind, row.segment)
+    offset = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(line)
+    index = sqlite3.connect(run_dir / "journal" / INDEX_FILE)
+    values = (offset, len(line), checksum_of(line), row.number)
+    index.execute("UPDATE records SET offset = ?, length = ?, checksum = ? WHERE number = ?", values)
+    index.commit()
+    index.close()
+
+
+async def test_a_sum_that_does_not_come_out_is_said(worlds: Worlds) -> None:
+    """Here a batch names a sequence that no rollout brought, and states tokens that nobody sampled."""
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    await world.journal.close()
+    change_batch(world.run_dir, lambda e, n: {**e, "sequence_id": "gone/0/0"} if n == 0 else e, -5)
+    found = read_fates(world.run_dir)
+    assert [check.expected - check.found for check in found.failed_checks] == [1, 9]
+    console = Console(record=True, width=120)
+    show(found, console, policies=found.policies, step=None, last=5)
+    told = console.export_text()
+    assert "this does NOT add up" in told
+    assert "fresh sequences in batches of model0 = those of its rollouts: 8 against 7" in told
+
+
+async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.settle()
+    (segment,) = (world.run_dir / "journal").glob(f"{records.VERDICT}-*.jsonl")
+    damaged = bytearray(segment.read_bytes())
+    damaged[10] ^= 1
+    segment.write_bytes(damaged)
+    found = read_fates(world.run_dir)
+    assert found.num_unreadable == 1
+    total = found.total("model0")
+    assert total.sequences == {Fate.BUFFERED: 4, Fate.UNKNOWN: 4}
+    assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
+
+
+async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajectories(worlds: Worlds) -> None:
+    """As earlier releases wrote it."""
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
+    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
+    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    before = fates_of(world).total("model0")
+    with pytest.MonkeyPatch.context() as patch:
+        plain = records.verdicts_from_json
+        patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
+        after = fates_of(world).total("model0")
+    assert (after.tokens, after.sequences, after.groups) == (before.tokens, before.sequences, before.groups)
+    assert after.tokens[Fate.TRAINED] == 32
+
+
+async def test_collected_trajectories_change_nothing_but_what_earlier_releases_left_unsaid(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
+    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
+    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    before = fates_of(world).total("model0")
+    await world.journal.close()
+    reader = JournalReader(world.run_dir / "journal")
+    for segment in {row.segment for row in reader.rows_of(records.TRAJECTORY)}:
+        reader.remove_segment(records.TRAJECTORY, segment)
+    reader.close()
+    after = fates_of(world).total("model0")
+    assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = records.verdicts_from_json
+        patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
+        unsaid = fates_of(world)
+    total = unsaid.total("model0")
+    assert total.sequences == before.sequences, "what became of them is known all the same"
+    assert (total.num_without_length, total.sampled_tokens) == (12, 0)
+    console = Console(record=True, width=120)
+    show(unsaid, console, policies=unsaid.policies, step=None, last=5)
+    assert "12 sequences have no length: their trajectories were collected" in console.export_text()
+
+
+def stripped(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "members"} for group in record["advantage_groups"]]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        read_fates(tmp_path)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=60))
+def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, bool]]) -> None:
+    lengths = Lengths()
+    for length, trained in played:
+        lengths.add(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0)
+    bands = lengths.bands()
+    assert sum(band.num_sequences for band in bands) == len(played)
+    assert sum(band.num_tokens for band in bands) == sum(length for length, _ in played)
+    assert sum(band.fates[Fate.TRAINED] for band in bands) == sum(trained for _, trained in played)
+    edges = [edge for band in bands for edge in (band.shortest, band.longest)]
+    assert edges == sorted(edges)
+    assert lengths.bands(step=2) == []
+
+
+def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:
+    lengths = Lengths()
+    for length in (10, 20, 30):
+        lengths.add(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0)
+    assert lengths.means() == (15.0, 20.0)
+
+
+async def test_the_command_prints_one_object_for_machines(worlds: Worlds) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0])
+    run = str(world.run_dir)
+    answer = CliRunner().invoke(app, ["fate", run, "--json"])
+    told = json.loads(answer.output.splitlines()[-1])
+    assert told["adds_up"] is True
+    assert told["policies"]["model0"]["total"]["fates"]["waiting_for_a_batch"]["tokens"] == 16
+    assert told["policies"]["model0"]["steps"][0]["step"] == 1
+    tables = CliRunner().invoke(app, ["fate", run, "--step", "1"])
+    assert "in flight: waiting for a batch" in tables.output
+    refused = CliRunner().invoke(app, ["fate", run, "--step", "9"])
+    assert isinstance(refused.exception, ConfigError)
+    refused = CliRunner().invoke(app, ["fate", run, "--policy", "nobody"])
+    assert isinstance(refused.exception, ConfigError)
+
+
+def some_fates(steps: int) -> Fates:
+    """Of two policies, with everything that can become of tokens."""
+    found = Fates()
+    for policy in ("actor", "checker"):
+        for step in range(1, steps + 1):
+            tally = found.tallies[policy, step]
+            tally.issued_groups, tally.issued_rollouts = 2, 16
+            for number, fate in enumerate(fate for fate in Fate if fate.has_tokens):
+                tally.tokens[fate] = 10 * number + step
+                if not fate.in_flight:
+                    found.lengths[policy].add(step, fate, 10 * number + step, step)
+            tally.rollouts[Fate.TIMED_OUT] = 1
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 7, 230])
+def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
+    pyplot = drawing.pyplot()
+    figure, axes = pyplot.subplots(2, 2)
+    draw_fates(list(axes), some_fates(steps))
+    for by_step, by_length in axes:
+        for ax in (by_step, by_length):
+            heights: Counter[float] = Counter()
+            for bar in ax.patches:
+                heights[round(bar.get_x(), 6)] += bar.get_height()
+            assert all(height == pytest.approx(1.0) for height in heights.values())
+            assert 1 <= len(heights) <= MOST_BARS
+        assert "in flight" in by_step.get_legend_handles_labels()[1]
+    pyplot.close(figure)
+
+
+async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:
+    world = worlds()
+    _, orders = await begin(world)
+    for order in orders[:2]:
+        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
+    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    with_fates = plot_runs([world.run_dir], tmp_path / "with.png")
+    without = plot_runs([world.run_dir, world.run_dir], tmp_path / "without.png")
+    assert with_fates is not None and without is not None
+    assert height_of(with_fates) > height_of(without) > 0
+
+
+def height_of(png: Path) -> int:
+    return int.from_bytes(png.read_bytes()[20:24], "big")

@@ -1,0 +1,220 @@
+"""Which evaluation tasks stand in the training data, and which only sound like it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from services.cli.__main__ import app
+from services.cli.check import check_recipe
+from services.cli.overlap import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
+from services.common.config.data import DatasetConfig
+from services.common.config.loading import load_recipe
+from services.common.types import Task
+from services.orchestrator.datasets import open_source
+
+Matches = list[tuple[str, str, float, bool]]
+
+
+def found(training: list[str], evaluation: list[str], **bounds: int) -> Matches:
+    """(evaluation task, training task, share, equal), by numbers from 0."""
+    overlaps, _ = find_overlap(numbered(training), {"d": numbered(evaluation)}, **bounds)
+    return [(m.task_id, m.training_task_id, round(m.share, 3), m.equal) for m in overlaps["d"].matches]
+
+
+def numbered(texts: list[str]) -> list[tuple[str, str]]:
+    return [(str(number), text) for number, text in enumerate(texts)]
+
+
+def words(count: int, prefix: str = "w") -> list[str]:
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def test_equal_texts_are_found_whatever_their_case_punctuation_and_length() -> None:
+    assert found(["What is 2+2 ?", "other"], ["what is $2 + 2$", "what is 2 + 3"]) == [("0", "0", 1.0, True)]
+
+
+def test_a_text_that_stands_within_a_longer_one_is_found() -> None:
+    task = " ".join(words(20))
+    assert found([f"Before. {task}! After."], [task]) == [("0", "0", 1.0, False)]
+
+
+@pytest.mark.parametrize(("in_common", "told"), [(15, True), (14, False)])
+def test_half_of_the_words_must_stand_in_long_runs_of_one_training_task(in_common: int, told: bool) -> None:
+    task = words(30)
+    training = " ".join([*task[:in_common], *words(40, "x")])
+    assert found([training], [" ".join(task)]) == ([("0", "0", in_common / 30, False)] if told else [])
+
+
+def test_runs_of_several_training_tasks_do_not_add_up() -> None:
+    """A phrase of the trade here and another there is no task that was trained on."""
+    task = words(40)
+    halves = [" ".join([*task[:19], "x"]), " ".join(["y", *task[20:39]])]
+    assert found(halves, [" ".join(task)]) == []
+    assert found([" ".join([*task[:19], "x", *task[20:39]])], [" ".join(task)]) == [("0", "0", 0.95, False)]
+
+
+def test_words_between_two_runs_are_not_counted_and_those_of_both_once() -> None:
+    task = words(LONG + 2)
+    assert found([" ".join([*task[:-1], "x"])], [" ".join(task)]) == [
+        ("0", "0", round((LONG + 1) / (LONG + 2), 3), False)
+    ]
+
+
+def test_a_run_that_a_task_repeats_counts_wherever_it_stands() -> None:
+    assert found([" ".join(words(LONG))], [" ".join(words(LONG) * 5)]) == [("0", "0", 1.0, False)]
+
+
+def test_short_texts_take_shorter_runs_and_the_shortest_must_be_equal() -> None:
+    short, shortest = words(SHORT), words(SHORT - 1)
+    assert found([" ".join(["a", *short, "b"])], [" ".join(short)]) == [("0", "0", 1.0, False)]
+    assert found([" ".join(["a", *shortest, "b"])], [" ".join(shortest)]) == []
+    assert found([" ".join(shortest)], [" ".join(shortest)]) == [("0", "0", 1.0, True)]
+
+
+def test_a_template_of_the_evaluation_tasks_is_no_overlap_but_an_equal_text_is() -> None:
+    tasks = [" ".join([*words(30), f"number {number}"]) for number in range(MAX_TEMPLATE + 2)]
+    training = [" ".join([*words(30), f"number {number}"]) for number in (3, 77)]
+    assert found(training, tasks) == [("3", "0", 1.0, True)]
+    few = tasks[:MAX_TEMPLATE]
+    assert len(found(training, few)) == MAX_TEMPLATE, "so many may be versions of one task"
+
+
+def test_a_task_that_an_evaluation_repeats_is_told_each_time() -> None:
+    task = " ".join(words(20))
+    assert found([task], [task, "another", task]) == [("0", "0", 1.0, True), ("2", "0", 1.0, True)]
+
+
+def test_what_lies_beyond_the_bounds_is_not_looked_at_and_counted() -> None:
+    tasks = numbered([" ".join(words(20, letter)) for letter in "abcd"])
+    overlaps, num_read = find_overlap(tasks, {"d": tasks}, max_training_words=45)
+    assert (num_read, len(overlaps["d"].matches), overlaps["d"].num_unread) == (2, 2, 0)
+    overlaps, num_read = find_overlap(tasks, {"d": tasks}, max_evaluation_words=60)
+    assert (num_read, len(overlaps["d"].matches), overlaps["d"].num_unread) == (4, 3, 1)
+
+
+def naive(training: list[str], task: str) -> float:
+    """The greatest share of a task's words that stand in runs of one training task, by trying all."""
+    own = words_of(task)
+    run = LONG if len(own) >= LONG else SHORT
+    if len(own) < SHORT:
+        return 0.0
+    shares = []
+    for text in map(words_of, training):
+        runs = {tuple(text[i : i + run]) for i in range(len(text) - run + 1)}
+        covered = {i + j for i in range(len(own) - run + 1) if tuple(own[i : i + run]) in runs for j in range(run)}
+        shares.append(len(covered) / len(own))
+    return max(shares, default=0.0)
+
+
+@given(st.integers(0, 10**6))
+def test_the_index_finds_what_a_comparison_of_every_pair_finds(seed: int) -> None:
+    """Texts put together of a few sentences, so that many pairs have runs in common."""
+    draw = random.Random(seed)
+    sentences = [" ".join(draw.choices(words(30), k=draw.randint(3, 20))) for _ in range(6)]
+    made = [" ".join(draw.choices(sentences, k=draw.randint(1, 4))) for _ in range(10)]
+    training, evaluation = made[:6], made[6:]
+    overlaps, _ = find_overlap(numbered(training), {"d": numbered(evaluation)})
+    told = {int(m.task_id): m.share for m in overlaps["d"].matches}
+    for number, task in enumerate(evaluation):
+        equal = words_of(task) in map(words_of, training)
+        share = 1.0 if equal else naive(training, task)
+        assert told.get(number, 0.0) == pytest.approx(share if share >= 0.5 else 0.0)
+
+
+def test_the_text_of_a_task_is_its_prompt_what_the_user_says_or_the_index_of_its_world() -> None:
+    def text(**row: object) -> str:
+        return text_of(Task(task_id="1", data=row))
+
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    assert (text(problem="2+2?", answer="4"), text(messages=said)) == ("2+2?", "2+2?")
+    assert text_of(Task(task_id="1", data={"mine": "2+2?", "problem": "other"}), "mine") == "2+2?"
+    assert text(index=3, split="train") == '{"index":3,"split":"train"}'
+    assert text(most=100) == "", "what such a row plays is drawn by seed"
+
+
+def test_words_of_scripts_without_spaces_are_their_characters() -> None:
+    assert words_of("求 x+y 的值。") == ["求", "x", "y", "的", "值"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    row, other = {"problem": "Find m+n. " * 5, "answer": "2"}, {"problem": "1+1", "answer": "2"}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (other, row)))
+    (tmp_path / "seen.jsonl").write_text(
+        json.dumps({**row, "answer": "3"}) + "\n" + json.dumps({**row, "problem": "2"})
+    )
+    (tmp_path / "unseen.jsonl").write_text(json.dumps({**row, "problem": "What?"}))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "checked",
+                "policies": {
+                    "model0": {"model": {"path": "org/model"}, "trainer": {"port": 0}, "weights": {"port": 0}}
+                },
+                "data": {
+                    "train": {"path": "./train.jsonl"},
+                    "evaluation": {name: {"path": f"./{name}.jsonl"} for name in ("seen", "unseen")},
+                },
+                "workflow": {"name": "single_turn", "settings": {"reward": "math"}},
+                "orchestrator": {"port": 0},
+                "inference": {"a": {"port": 0}},
+                "envgateway": {"port": 0},
+            }
+        )
+    )
+    return path
+
+
+def test_check_tells_the_tasks_with_count_share_rows_and_text_and_refuses_nothing(recipe: Path) -> None:
+    """Review, defect 14."""
+    [line] = check_recipe(load_recipe(recipe))
+    assert line.startswith("data.evaluation.seen: 1 of 2 tasks (50.0%) overlap with data.train: 1 word for word; ")
+    assert '1 is training task 2: "Find m+n. Find m+n.' in line
+    shown = CliRunner().invoke(app, ["check", str(recipe)])
+    assert shown.exit_code == 0
+    assert "data.evaluation.seen: 1 of 2 tasks" in " ".join(shown.stdout.split())
+
+
+def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, recipe: Path) -> None:
+    """Evaluation rows with the seed of the run's training rows are found; with the same `seed` in both sections they differ."""
+    sets = ["data.train.path=null", "data.train.generator=services.common.tiny_tasks:sums", "data.train.limit=50"]
+    sets += ["data.evaluation.seen.path=null", "data.evaluation.seen.generator=services.common.tiny_tasks:sums"]
+    sets += ["data.evaluation.seen.limit=50", "run.seed=5", "data.evaluation.seen.seed=5"]
+    [line] = check_recipe(load_recipe(recipe, sets, {}))
+    assert "50 of 50 tasks (100.0%)" in line
+
+
+def test_the_check_imports_no_torch() -> None:
+    code = "import sys, services.cli.overlap; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_real_rows(data_root: Path) -> None:
+    """DeepScaleR holds AIME problems up to 2023 and none of 2024; MATH-500 has siblings in MATH's training split."""
+
+    def texts(name: str) -> list[tuple[str, str]]:
+        source = open_source(DatasetConfig(name=name), 0)
+        return [(source[row].task_id, text_of(source[row])) for row in range(len(source))]
+
+    evaluation = {name: texts(name) for name in ("aime24", "aime25", "aime-1983-2023")}
+    of_deepscaler, num_read = find_overlap(texts("deepscaler"), evaluation)
+    assert num_read == 5000
+    assert {name: len(o.matches) for name, o in of_deepscaler.items()} == {
+        "aime24": 0,
+        "aime25": 0,
+        "aime-1983-2023": 70,
+    }
+    assert of_deepscaler["aime-1983-2023"].num_equal == 54
+    of_math, _ = find_overlap(texts("math-train"), {"math500": texts("math500")})
+    assert (len(of_math["math500"].matches), of_math["math500"].num_equal) == (18, 0)

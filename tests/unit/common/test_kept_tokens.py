@@ -1,0 +1,125 @@
+"""Packed sets of kept tokens say the same after packing, whatever the sets, and refuse what no sampler wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.kept_tokens import (
+    WHOLE,
+    KeptRow,
+    KeptSets,
+    RowKind,
+    check,
+    head,
+    kept_rows,
+    left_out_row,
+    pack,
+    unpack,
+)
+
+VOCAB = 4096
+
+
+def drawable(sets: KeptSets, vocab_size: int = VOCAB) -> list[set[int]]:
+    """The tokens that could be drawn, as plain sets."""
+    made = []
+    for token in range(sets.num_tokens):
+        ids = set(sets.ids[sets.rows == token].tolist())
+        made.append(set(range(vocab_size)) - ids if sets.left_out[token] else ids)
+    return made
+
+
+def row_of(kept: set[int], sampled: int, vocab_size: int | None = VOCAB) -> KeptRow:
+    ids = np.array([sorted(kept, key=lambda i: i * 7919 % 104729)], dtype=np.int64)
+    return kept_rows(ids, np.array([len(kept)]), np.array([sampled]), vocab_size)[0]
+
+
+few = st.sets(st.integers(0, VOCAB - 1), max_size=12)
+many = st.builds(
+    lambda seed, share: set(np.flatnonzero(np.random.default_rng(seed).random(VOCAB) < share).tolist()),
+    st.integers(0, 99),
+    st.sampled_from([0.2, 0.5, 0.99, 1.0]),
+)
+tokens_with_sets = st.lists(
+    st.tuples(st.integers(0, VOCAB - 1), few | many | st.just(None), st.integers(1, 3)), min_size=1, max_size=8
+)
+
+
+@given(tokens_with_sets, st.data())
+def test_what_is_unpacked_is_what_was_packed_and_so_is_any_head_of_it(
+    drawn: list[tuple[int, set[int] | None, int]], data: st.DataObject
+) -> None:
+    tokens, rows, expected = [], [], []
+    for token, kept, times in drawn:
+        tokens += [token] * times
+        rows += [WHOLE if kept is None else row_of(kept, token)] * times
+        expected += [set(range(VOCAB)) if kept is None else kept | {token}] * times
+    token_ids = np.array(tokens, dtype=np.int32)
+    packed = pack(rows, len(rows))
+    check(packed, token_ids)
+    assert drawable(unpack(packed, token_ids)) == expected
+    cut = data.draw(st.integers(0, len(tokens)))
+    assert drawable(unpack(head(packed, token_ids, cut), token_ids[:cut])) == expected[:cut]
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens))))
+    twice = KeptSets.concatenated([unpack(packed, token_ids), KeptSets.whole(2), unpack(packed, token_ids)])
+    both = np.concatenate([chosen, [True, False], ~chosen])
+    everything = [*expected, set(range(VOCAB)), set(range(VOCAB)), *expected]
+    assert drawable(twice.select(both)) == [s for s, wanted in zip(everything, both, strict=True) if wanted]
+
+
+@given(st.binary(max_size=40), st.integers(1, 5))
+def test_bytes_that_nobody_packed_are_refused_or_say_a_set_with_the_sampled_token(data: bytes, count: int) -> None:
+    token_ids = np.arange(count, dtype=np.int32)
+    try:
+        check(data, token_ids)
+    except ValueError:
+        with pytest.raises(ValueError):
+            unpack(data, token_ids)
+        return
+    sets = unpack(data, token_ids)
+    assert sets.num_tokens == count
+    for token in range(count):
+        assert (token in sets.ids[sets.rows == token]) != bool(sets.left_out[token])
+
+
+def test_tokens_of_the_whole_vocabulary_cost_nothing_and_runs_cost_two_headers() -> None:
+    assert pack([], 1000) == b""
+    prefix = 8  # two sizes
+    assert len(pack([row_of(set(), t) for t in range(1000)], 1000)) == prefix + 1 + 2  # single tokens, each another
+    stops = left_out_row([5, 7])
+    assert len(pack([stops] * 100, 5000)) == prefix + (1 + 2 + 2) + (1 + 3)  # then 4900 of the whole vocabulary
+    assert drawable(unpack(pack([stops], 2), np.array([9, 5], np.int32))) == [
+        set(range(VOCAB)) - {5, 7},
+        set(range(VOCAB)),
+    ]
+
+
+def test_the_smallest_way_of_writing_a_set_is_chosen() -> None:
+    half = set(range(0, VOCAB, 2))
+    assert row_of(half, 2).kind is RowKind.BITS and len(row_of(half, 2).payload) == VOCAB // 8
+    assert row_of(half, 2, vocab_size=None).kind is RowKind.KEPT
+    assert row_of(set(range(VOCAB)) - {4000}, 2) == left_out_row([4000])
+    assert row_of({1, 2, 3}, 2).kind is RowKind.KEPT
+    assert row_of(set(range(VOCAB)), 2) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("packed", "tokens", "complaint"),
+    [
+        (b"\x01", [1], "cut off"),
+        (pack([left_out_row([5])], 1)[:-1], [1], "of gaps"),
+        (pack([left_out_row([5])], 1), [1, 2], "1 tokens are with 2"),
+        (pack([left_out_row([5])], 1), [5], "token 5"),
+        (pack([row_of(set(range(0, VOCAB, 2)), 2)], 1), [3], "token 3"),
+        (pack([row_of(set(range(0, VOCAB, 2)), 2)], 1), [VOCAB + 8], "could be drawn"),
+        (pack([left_out_row([5])], 1) + b"\x00", [1], "bytes of bits"),
+        (b"\x01\x00\x00\x00\x00\x00\x00\x00\x07", [1], "without a row"),
+    ],
+)
+def test_what_no_sampler_wrote_is_refused_with_a_reason(packed: bytes, tokens: list[int], complaint: str) -> None:
+    for read in (check, unpack):
+        with pytest.raises(ValueError, match=complaint):
+            read(packed, np.array(tokens, dtype=np.int32))

@@ -1,0 +1,82 @@
+"""Records of truncated sampling: refused without the sets that were kept, and the same after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
+from services.common.types import Sampling, Sequence, WeightVersion
+from services.orchestrator.ingest import RecordOutcome, find_fault
+from services.orchestrator.versions import VersionLedger
+from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+LEDGERS = {"model0": VersionLedger("model0")}
+LEDGERS["model0"].record(WeightVersion(policy="model0", number=0, digest="d0"))
+CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
+
+
+def rows_for(token_ids: np.ndarray) -> list[KeptRow]:
+    """Each token and the next one could be drawn."""
+    return kept_rows(token_ids[:, None] + 1, np.ones(len(token_ids), np.int64), token_ids.astype(np.int64))
+
+
+def cut(made: Sequence, kept: bytes | None = None, temperature: float | None = None) -> Sequence:
+    prompt, said = made.segments
+    told = pack(rows_for(said.token_ids), said.num_tokens) if kept is None else kept
+    return replace(made, segments=(prompt, replace(said, kept=told, temperature=temperature)))
+
+
+async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds(sampling=CUT)
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    for issued in (await world.orders(replica))[:2]:
+        assert issued.sampling == Sampling(**CUT)
+        for i in issued.indices:
+            made = cut(sequence(float(i % 2)), temperature=0.5 if i else None)
+            assert await world.send(trajectory(issued.task_group_id, i, made, reward=float(i % 2))) == [
+                RecordOutcome.ACCEPTED
+            ]
+    batches = [await world.trainer_side.pull_batch("model0", 1, 5.0)]
+    await world.crash()
+    batches.append(await world.trainer_side.pull_batch("model0", 1, 5.0))
+    said = [[trained.segments[1] for _, trained in sorted(batch.sequences.items())] for batch in batches]
+    assert len(said[0]) == 8
+    for before, after in zip(*said, strict=True):
+        assert before.kept == after.kept == pack(rows_for(np.arange(4)), 4)
+        assert before.temperature == after.temperature
+    assert {segment.temperature for segment in said[1]} == {None, 0.5}
+    assert {live.order.sampling for live in world.ring.groups.values()} == {Sampling(**CUT)}
+
+
+@pytest.mark.parametrize(
+    ("kept", "temperature", "fault"),
+    [
+        (b"", None, "does not say which tokens top_k, top_p and min_p kept"),
+        (b"\x00", None, "cut off"),
+        (pack([left_out_row([2])], 4), None, "token 2 (number 2)"),
+        (pack([left_out_row([9])], 3), None, "3 tokens are with 4"),
+        (None, 0.0, "temperature is 0.0"),
+        (None, float("nan"), "temperature is nan"),
+        (None, 0.7, ""),
+    ],
+)
+def test_a_segment_without_the_distribution_that_it_was_drawn_from_is_refused(
+    kept: bytes | None, temperature: float | None, fault: str
+) -> None:
+    if kept == pack([left_out_row([2])], 4):  # of the third token alone, which it then could not be
+        kept = pack([left_out_row([9])] * 2 + [left_out_row([2])], 4)
+    record = trajectory("g", 0, cut(sequence(), kept, temperature))
+    found = find_fault(record, LEDGERS, replace(order(), sampling=Sampling(**CUT)))
+    assert fault in found and bool(found) == bool(fault)
+
+
+def test_an_engine_need_not_tell_what_was_kept_of_the_whole_distribution() -> None:
+    assert find_fault(trajectory("g", 0, sequence()), LEDGERS, order()) == ""
