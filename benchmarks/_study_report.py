@@ -106,8 +106,8 @@ def late_table(rows: Seq[Row]) -> str:
     """Markdown: a line per late mode and staleness."""
     lines = [
         "| `late` | staleness | seeds | reward, short tasks | reward, long tasks | mean of the long curve "
-        "| long share of played | long share of trained | trained of played | ticks | trainer busy | mean age | oldest |",
-        "|---" * 13 + "|",
+        "| long share of played | long share of trained | cancelled | trained of played | ticks | trainer busy | mean age | oldest |",
+        "|---" * 14 + "|",
     ]
     for (mode, staleness), found in sorted(by_cell(rows).items(), key=lambda item: (item[0][1], item[0][0])):
 
@@ -119,6 +119,7 @@ def late_table(rows: Seq[Row]) -> str:
             f"| {each(lambda r: r['points']['reward_long'][-1])} | {each(lambda r: area(r['points']['reward_long']))} "
             f"| {each(lambda r: r['num_long_played'] / r['num_played'])} "
             f"| {each(lambda r: r['num_long_trained'] / r['num_trained'])} "
+            f"| {each(lambda r: r['num_cancelled'] / (r['num_played'] + r['num_cancelled']))} "
             f"| {each(lambda r: r['num_trained'] / r['num_played'])} | {each(lambda r: r['ticks']).mean:,.0f} "
             f"| {each(lambda r: r['trainer_busy_share'])} | {each(_mean_age)} | {max(len(r['ages']) - 1 for r in found)} |"
         )
@@ -140,31 +141,32 @@ def _number(rows: Seq[Row], key: str) -> str:
 
 
 def draw_losses(rows: Seq[Row], path: Path) -> None:
-    """A panel per staleness with the mean curve of every loss, and one with the end over staleness."""
+    """A panel per staleness with the mean curve of every loss, one with the end over staleness, and the legend."""
     cells = by_cell(rows)
     arms, ages = _axes(cells)
     pyplot = drawing.pyplot()
     with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(1, len(ages) + 1, figsize=(4.2 * (len(ages) + 1), 4.2), layout="constrained")
-        for ax, staleness in zip(axes, ages, strict=False):
+        lines = math.ceil((len(ages) + 2) / 3)
+        figure, axes = pyplot.subplots(lines, 3, figsize=(14, 3.8 * lines), layout="constrained", squeeze=False)
+        panels = list(axes.flat)
+        for ax, staleness in zip(panels, ages, strict=False):
             for number, arm in enumerate(arms):
-                found = cells.get((arm, staleness), [])
-                if found:
+                if found := cells.get((arm, staleness)):
                     _band(ax, [_smooth(row["curve"]) for row in found], arm, f"C{number}")
-            ax.set(title=f"staleness {staleness}", xlabel="version", ylim=(0, 1))
-        axes[0].set_ylabel("reward of what a version samples")
-        last = axes[-1]
+            ax.set(title=f"staleness {staleness}", xlabel="version", ylabel="reward, sampled", ylim=(0, 1))
+        last = panels[len(ages)]
         for number, arm in enumerate(arms):
-            points = [
-                (i, interval([r["sampled"] for r in cells[arm, s]])) for i, s in enumerate(ages) if (arm, s) in cells
-            ]
+            places = [i for i, staleness in enumerate(ages) if (arm, staleness) in cells]
+            ends = [interval([row["sampled"] for row in cells[arm, ages[i]]]) for i in places]
             last.errorbar(
-                [i + 0.06 * (number - len(arms) / 2) for i, _ in points], [p.mean for _, p in points],
-                yerr=[p.half or 0.0 for _, p in points], color=f"C{number}", label=arm, marker="o", markersize=4, capsize=2,
+                [i + 0.06 * (number - len(arms) / 2) for i in places], [end.mean for end in ends],
+                yerr=[end.half or 0.0 for end in ends], color=f"C{number}", label=arm, marker="o", markersize=4, capsize=2,
             )  # fmt: skip
-        last.set(title="held out, sampled, at the end", xlabel="staleness", ylim=(0, 1))
-        last.set_xticks(range(len(ages)), [str(s) for s in ages])
-        last.legend(fontsize=8, loc="lower left")
+        last.set(title="at the end", xlabel="staleness", ylabel="reward, held out, sampled", ylim=(0, 1))
+        last.set_xticks(range(len(ages)), [str(staleness) for staleness in ages])
+        for ax in panels[len(ages) + 1 :]:
+            ax.axis("off")
+        panels[len(ages) + 1].legend(*last.get_legend_handles_labels(), loc="center left", fontsize=11)
         _save(pyplot, figure, path)
 
 
