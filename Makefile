@@ -104,7 +104,10 @@ protos: $(STAMP) ## compile the protos into services/common/pb
 bench: $(STAMP) ## run every benchmark briefly, one after another; those that failed are named at the end
 	@$(BIN)/python benchmarks/_run_all.py --quick
 
+study: $(STAMP) ## measure what is missing of docs/study.md, an hour or two in all on one core, and draw it
+	$(BIN)/python benchmarks/study.py
+
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench clean
+.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench study clean

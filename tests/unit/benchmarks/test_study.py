@@ -1,0 +1,273 @@
+"""The study's harness is deterministic and has the staleness that it says; its results are kept, resumed and invalidated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.types import Sampling, StopReason, Task
+from services.common.types import Sequence as TokenSequence
+from services.inference.workflows.base import Outcome, WorkflowContext
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
+
+import _run_all  # type: ignore[import-not-found]  # noqa: E402
+import _study_cells  # type: ignore[import-not-found]  # noqa: E402
+import _study_report  # type: ignore[import-not-found]  # noqa: E402
+import _virtual_player  # type: ignore[import-not-found]  # noqa: E402
+import _virtual_ring  # type: ignore[import-not-found]  # noqa: E402
+import _virtual_training  # type: ignore[import-not-found]  # noqa: E402
+import study  # type: ignore[import-not-found]  # noqa: E402
+
+STUDY = _study_cells.Study(
+    steps=4,
+    batch_size=16,
+    warm_start_steps=2,
+    warm_start_batch=8,
+    seeds=(0,),
+    losses=("ppo_clip", "grpo"),
+    staleness=(0, 2),
+    late_modes=("drop",),
+    late_staleness=(1,),
+    pace=_virtual_ring.Pace(num_slots=32, evaluate_every=4, train_ticks=12),
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("study")
+
+
+@pytest.fixture(scope="module")
+def world_of(cache: Path) -> Callable[[Any], Any]:
+    return lambda cell: _study_cells.world_of(STUDY, cell, cache)
+
+
+def cell(part: str = "losses", arm: str = "ppo_clip", staleness: int = 2, seed: int = 0) -> Any:
+    return _study_cells.Cell(part, arm, staleness, seed)
+
+
+# -- staleness and determinism ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_trained_token_is_exactly_as_old_as_the_cell_says(world_of: Callable[[Any], Any]) -> None:
+    """But for the first steps, before which there are no such old versions: step k trains what version 0 sampled."""
+    curve = _virtual_training.train_at_staleness(world_of(cell(staleness=2)), 2, seed=0)
+    assert curve.ages == ((0, 0), (1, 1), (2, 2), (2, 2))
+    assert len(curve.sampled) == STUDY.steps + 1
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_curve_and_another_seed_another_one(world_of: Callable[[Any], Any]) -> None:
+    world = world_of(cell(staleness=0))
+    runs = [_virtual_training.train_at_staleness(world, 0, seed) for seed in (0, 0, 1)]
+    losses = [[(step.loss, step.grad_norm, step.entropy) for step in run.steps] for run in runs]
+    assert losses[0] == losses[1] and losses[0] != losses[2]
+    assert runs[0].sampled == runs[1].sampled
+
+
+@pytest.mark.slow
+def test_the_virtual_ring_repeats_itself_and_trains_nothing_older_than_its_bound(
+    world_of: Callable[[Any], Any],
+) -> None:
+    world = world_of(cell("late", "drop", 1))
+    first, second = (_virtual_ring.VirtualRing(world, 0, STUDY.tail, STUDY.pace).run() for _ in range(2))
+    assert asdict(first) == asdict(second)
+    assert len(first.ages) <= 2 and sum(first.ages) == first.tokens_trained
+    assert first.num_trained >= STUDY.steps * STUDY.batch_size
+    assert [point.version for point in first.points] == [0, 4]
+
+
+# -- the player ------------------------------------------------------------------------------------------------------
+
+
+class CallsTheTool:
+    """A workflow that asks for one calculation and says nothing."""
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        done = await context.gateway.execute_code(task.data["code"])
+        sequence = TokenSequence(policy="model0", segments=(), reward=0.0, stop_reason=StopReason.STOP)
+        return Outcome(sequences=(sequence,), reward=float(done.stdout or -1))
+
+
+def play(world: Any, code: str, latency: int) -> Any:
+    player = world.player(2, latency=lambda task, seed: latency)
+    player._workflow = CallsTheTool()
+    player.start(_virtual_player.Slot("g", 0, Task(task_id="t", data={"code": code}), Sampling(), 1))
+    return player
+
+
+@pytest.mark.parametrize(("code", "reward"), [("print(47*38)", 1786), ("print(5-9)", -4), ("print(07+1)", -1)])
+def test_a_tool_call_is_answered_after_its_latency(world_of: Callable[[Any], Any], code: str, reward: int) -> None:
+    player = play(world_of(cell()), code, latency=3)
+    assert [len(player.tick()) for _ in range(2)] == [0, 0]
+    (trajectory,) = player.tick()
+    assert trajectory.reward == reward and (trajectory.started_at, trajectory.finished_at) == (0, 3)
+    assert player.num_playing == 0
+
+
+def test_nothing_comes_of_a_rollout_that_is_cancelled(world_of: Callable[[Any], Any]) -> None:
+    player = play(world_of(cell()), "print(1+1)", latency=2)
+    player.cancel("g", 0)
+    player.cancel("g", 0)
+    assert player.num_playing == 0
+    assert [player.tick() for _ in range(3)] == [[], [], []]
+
+
+def test_what_has_no_place_in_virtual_time_is_refused(world_of: Callable[[Any], Any]) -> None:
+    class Sleeps(CallsTheTool):
+        async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+            await asyncio.sleep(0)
+            return await super().run(task, context)
+
+    player = world_of(cell()).player(2)
+    player._workflow = Sleeps()
+    with pytest.raises(AssertionError, match="no place in virtual time"):
+        player.start(_virtual_player.Slot("g", 0, Task(task_id="t", data={}), Sampling(), 1))
+
+
+def test_long_tasks_have_long_latencies_within_the_limit() -> None:
+    tail = _virtual_ring.Tail(short_ticks=2, long_ticks=20, alpha=1.6, longest=10)
+    latency = tail.latency()
+    drawn = {
+        kind: [latency(Task(task_id="t", data={"id": f"1-{kind}-2"}), seed) for seed in range(500)]
+        for kind in ("plus", "times")
+    }
+    assert min(drawn["times"]) >= 20 and max(drawn["times"]) == 200
+    assert min(drawn["plus"]) >= 2 and sum(drawn["plus"]) * 5 < sum(drawn["times"])
+
+
+# -- cells and their results -----------------------------------------------------------------------------------------
+
+MEASURED = {"curve": [0.1, 0.5], "greedy": 0.5, "sampled": 0.4, "clipped": 0.1, "ess": None, "gap": 0.2, "entropy": 1.0}
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch, asked: Any, path: Path, fail_at: int | None = None
+) -> tuple[list[str], Any]:
+    """The cells that a run of part ``losses`` measures."""
+    told: list[str] = []
+
+    def measure(study: Any, cell: Any, cache: Path) -> dict[str, Any]:
+        if len(told) == fail_at:
+            raise KeyboardInterrupt
+        told.append(str(cell))
+        return MEASURED
+
+    monkeypatch.setattr(study, "measure", measure)
+    results = _study_cells.Results(path, asked)
+    try:
+        study.run(asked, ["losses"], results, path.parent)
+    except KeyboardInterrupt:
+        pass
+    return told, results
+
+
+def test_an_interrupted_study_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study.jsonl"
+    first, _ = run_with(monkeypatch, STUDY, path, fail_at=3)
+    path.write_text(path.read_text()[:-5])  # and the last line was cut off
+    second, results = run_with(monkeypatch, STUDY, path)
+    assert len(first) == 3 and second == [str(c) for c in STUDY.cells(["losses"])][2:]
+    assert len(results.rows("losses")) == 4
+    assert run_with(monkeypatch, STUDY, path)[0] == []
+
+
+def test_a_changed_setting_is_measured_again_and_the_old_lines_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "study.jsonl"
+    run_with(monkeypatch, STUDY, path)
+    changed = replace(STUDY, learning_rate=2e-3)
+    assert len(run_with(monkeypatch, changed, path)[0]) == 4
+    assert _study_cells.Results(path, changed).num_stale == 4
+    monkeypatch.setitem(_study_cells.LOSSES, "grpo", {**_study_cells.LOSSES["grpo"], "eps_clip": 0.1})
+    measured, _ = run_with(monkeypatch, changed, path)
+    assert [name.split()[1] for name in measured] == ["grpo", "grpo"]
+    monkeypatch.setattr(_study_cells, "DESIGN", _study_cells.DESIGN + 1)
+    assert len(run_with(monkeypatch, changed, path)[0]) == 4
+
+
+def test_more_seeds_keep_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study.jsonl"
+    run_with(monkeypatch, STUDY, path)
+    measured, _ = run_with(monkeypatch, replace(STUDY, seeds=(0, 1)), path)
+    assert len(measured) == 4 and all("seed 1" in name for name in measured)
+
+
+def test_whole_designs_come_first_seed_by_seed() -> None:
+    cells = list(_study_cells.Study().cells(["losses"]))
+    assert len(cells) == 7 * 4 * 5 == len(set(cells))
+    assert [c.seed for c in cells] == sorted(c.seed for c in cells)
+
+
+@pytest.mark.parametrize("arm", sorted(_study_cells.LOSSES))
+def test_every_loss_of_the_study_is_one_of_the_trainer(arm: str) -> None:
+    settings = _study_cells.Study().settings(cell(arm=arm, staleness=8))
+    algorithm = _study_cells.recipe_of(settings).policies["model0"].algorithm
+    assert {key: getattr(algorithm, key) for key in _study_cells.LOSSES[arm]} == _study_cells.LOSSES[arm]
+
+
+@pytest.mark.slow
+def test_a_cell_is_measured_and_its_tables_and_pictures_are_written(cache: Path, tmp_path: Path) -> None:
+    parts = ["losses", "late"]
+    asked = replace(STUDY, losses=("ppo_clip",), staleness=(2,))
+    results = _study_cells.Results(tmp_path / "study.jsonl", asked)
+    assert study.run(asked, parts, results, cache) == 2
+    document = tmp_path / "study.md"
+    document.write_text("".join(f"<!-- {n} -->\n<!-- end of {n} -->\n" for n in ("ends", "losses", "late")))
+    study.write_documents(results, tmp_path)
+    study.write_documents(results, tmp_path)  # what stood between the marks is replaced
+    text = document.read_text()
+    assert text.count("| `ppo_clip` | 2 | 1 |") == 1 and text.count("| `drop` | 1 | 1 |") == 1
+    assert {path.name for path in tmp_path.glob("*.png")} == {"study-losses.png", "study-late.png"}
+    row = json.loads((tmp_path / "study.jsonl").read_text().splitlines()[0])
+    assert len(row["curve"]) == asked.steps + 1 and 0.0 <= row["greedy"] <= 1.0
+    assert _study_cells.Results(tmp_path / "study.jsonl", asked).rows("late") == results.rows("late")
+
+
+@pytest.mark.slow
+def test_the_quick_study_measures_both_parts_and_ends_with_its_result(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _run_all.run_all([BENCHMARKS / "study.py"], ["--quick"], limit_s=540.0) == {}
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith('{"name": "study"'))
+    said = json.loads(line)
+    assert said["measured"] == 8 and said["left_out"] == {}
+    assert set(said["losses"]) == {"m2po/2", "grpo/2"} and set(said["late"]) == {"keep/2", "drop/2"}
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_intervals_are_students() -> None:
+    """Half width t(.975, n - 1) s / sqrt(n): 2.776 for five runs."""
+    found = _study_report.interval([0.0, 0.0, 0.0, 0.0, 1.0])
+    assert found.mean == pytest.approx(0.2) and found.half == pytest.approx(2.776 * 0.4472136 / 5**0.5, rel=1e-4)
+    assert str(_study_report.interval([0.5])) == "0.50"
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        ([0.1] * 10 + [0.9] * 10, False),
+        ([0.1] * 10 + [0.9] * 10 + [0.4] * 10, True),
+        ([0.9] * 10 + [0.5] * 10, False),
+        ([0.0] * 20, False),
+    ],
+)
+def test_a_run_collapsed_when_its_end_is_below_half_of_its_best(curve: list[float], expected: bool) -> None:
+    assert _study_report.collapsed(curve) is expected
+
+
+def test_a_document_without_a_place_for_a_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study.md").write_text("<!-- losses -->\n")
+    with pytest.raises(ValueError, match=r"study.md has no place for losses: write .*<!-- end of losses -->"):
+        _study_report.put_into(tmp_path / "study.md", "losses", "| a |")
