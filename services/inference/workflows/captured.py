@@ -258,7 +258,8 @@ class CapturedSession:
         if temperature is None and not widened:
             return generation
         segments = tuple(
-            replace(s, temperature=temperature, kept=pack([WHOLE], s.num_tokens) if widened else s.kept)
+            # Widened, the engine told only of the tokens without which `min_new_tokens` left it.
+            replace(s, temperature=temperature, kept=(s.kept or pack([WHOLE], s.num_tokens)) if widened else s.kept)
             for s in generation.segments
         )
         return replace(generation, segments=segments)

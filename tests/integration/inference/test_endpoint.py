@@ -351,6 +351,23 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
             assert generation.token_ids == said.token_ids.tolist()
 
 
+async def test_a_client_that_takes_the_runs_truncation_back_keeps_what_min_new_tokens_left_out(
+    server: EndpointServer,
+) -> None:
+    """Its first tokens were drawn without the stop tokens, and are trained over the same set; the others over everything."""
+    async with torch_policy() as policy:
+        run = Sampling(max_new_tokens=12, min_new_tokens=3, top_p=0.8)
+        session = session_of(policy, client_sampling=True, sampling=run)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
+        (kept,) = session.sequences(1.0)
+    (said,) = [segment for segment in kept.segments if segment.is_policy]
+    sets = unpack(said.kept, said.token_ids)
+    assert sets.left_out.all()
+    assert sorted(set(sets.rows.tolist())) == [0, 1, 2], "each without the stop tokens"
+
+
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
     server: EndpointServer, purpose: Purpose
