@@ -98,16 +98,23 @@ def text_of(task: Task, field: str | None = None) -> str:
 
 
 def overlap_lines(recipe: Recipe, sources: Mapping[str, TaskSource]) -> list[str]:
-    """A line for each evaluation dataset that overlaps with the training data. ``sources``: the datasets that are here, by
-    section; without training data among them there is nothing to say."""
+    """A line for each evaluation dataset that overlaps with the training data, and one for those that could not be compared.
+    ``sources``: the datasets that are here, by section."""
+    missing = [where for where in recipe.data.sections() if where not in sources] if recipe.data.evaluation else []
+    unknown = [_unknown(missing)] if missing else []
     if TRAIN not in sources or len(sources) == 1:
-        return []
+        return unknown
     texts = {where: _texts(source, _prompt_field(recipe, where)) for where, source in sources.items()}
     training = texts.pop(TRAIN)
     found, num_read = find_overlap(training, texts)
     num_training = len(sources[TRAIN])
     unread = f" (the first {num_read} of {num_training} tasks)" if num_read < num_training else ""
-    return [_line(where, overlap, unread) for where, overlap in found.items() if overlap.matches]
+    return [*(_line(where, overlap, unread) for where, overlap in found.items() if overlap.matches), *unknown]
+
+
+def _unknown(missing: Sequence[str]) -> str:
+    of = "evaluation tasks" if TRAIN in missing else "its tasks" if len(missing) == 1 else "their tasks"
+    return f"{', '.join(missing)}: not on this machine yet, so whether {of} stand in the training data is not known"
 
 
 def _prompt_field(recipe: Recipe, section: str) -> str | None:

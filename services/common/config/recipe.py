@@ -229,6 +229,16 @@ class Recipe(Section):
                     f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({self.rollout.group_size}): no group "
                     "has as many rollouts"
                 )
+            advantage = policy.algorithm.advantage
+            for key in ("timeout_reward", "truncation_reward"):
+                reward: float | None = getattr(self.rollout, key)
+                if reward is None or advantage not in ("pass_at_k", "max_rl"):
+                    continue
+                if not 0.0 <= reward <= 1.0 or (advantage == "pass_at_k" and 0.0 < reward < 1.0):
+                    raise ValueError(
+                        f"rollout.{key} is {reward:g}, which policies.{name}.algorithm.advantage: {advantage} cannot read: write 0, "
+                        "or another advantage"
+                    )
             if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
                 raise ValueError(
                     f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "

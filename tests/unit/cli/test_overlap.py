@@ -186,6 +186,20 @@ def test_check_tells_the_tasks_with_count_share_rows_and_text_and_refuses_nothin
     assert "data.evaluation.seen: 1 of 2 tasks" in " ".join(shown.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("absent", "lines"),
+    [
+        (["train"], ["data.train: not on this machine yet, so whether evaluation tasks stand in the training data is not known"]),
+        (["unseen"], ["data.evaluation.seen: 1 of 2 tasks", "data.evaluation.unseen: not on this machine yet, so whether its"]),
+        (["seen", "unseen"], ["data.evaluation.seen, data.evaluation.unseen: not on this machine yet, so whether their"]),
+    ],
+)  # fmt: skip
+def test_what_could_not_be_compared_is_told(recipe: Path, absent: list[str], lines: list[str]) -> None:
+    sets = [f"data.{'' if name == 'train' else 'evaluation.'}{name}.path=org/{name}" for name in absent]
+    found = check_recipe(load_recipe(recipe, sets, {}))
+    assert len(found) == len(lines) and all(map(str.startswith, found, lines)), found
+
+
 def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, recipe: Path) -> None:
     """Evaluation rows with the seed of the run's training rows are found; with the same `seed` in both sections they differ."""
     sets = ["data.train.path=null", "data.train.generator=services.common.tiny_tasks:sums", "data.train.limit=50"]
