@@ -38,12 +38,6 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
             f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a bool tensor of "
             f"shape {list(tokens.logprobs.shape)}, or none"
         )
-    left_out = result.left_out
-    if left_out is not None and (left_out.dtype != torch.bool or left_out.shape != tokens.logprobs.shape):
-        raise LossError(
-            f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a torch.bool for "
-            f"each of {len(tokens.logprobs)} tokens"
-        )
     for name in result.counts:
         if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):
             raise LossError(
