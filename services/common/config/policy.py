@@ -242,10 +242,9 @@ class PolicyConfig(Section):
                 "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
                 "batch.dynamic_sampling to false"
             )
-        if self.algorithm.advantage in ("pass_at_k", "max_rl") and self.batch.overlong_penalty is not None:
-            needs = "of 0 or 1" if self.algorithm.advantage == "pass_at_k" else "from 0 to 1"
+        if (range_ := self.algorithm.reward_range) is not None and self.batch.overlong_penalty is not None:
             raise ValueError(
-                f"algorithm.advantage: {self.algorithm.advantage} needs rewards {needs}, and batch.overlong_penalty makes others: "
-                "leave one of them out"
+                f"algorithm.advantage: {self.algorithm.advantage} needs rewards {range_}, and batch.overlong_penalty makes "
+                "others: leave one of them out"
             )
         return self

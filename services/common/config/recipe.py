@@ -229,15 +229,13 @@ class Recipe(Section):
                     f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({self.rollout.group_size}): no group "
                     "has as many rollouts"
                 )
-            advantage = policy.algorithm.advantage
-            for key in ("timeout_reward", "truncation_reward"):
-                reward: float | None = getattr(self.rollout, key)
-                if reward is None or advantage not in ("pass_at_k", "max_rl"):
-                    continue
-                if not 0.0 <= reward <= 1.0 or (advantage == "pass_at_k" and 0.0 < reward < 1.0):
+            for key, reward in (
+                ("timeout_reward", self.rollout.timeout_reward), ("truncation_reward", self.rollout.truncation_reward),
+            ):  # fmt: skip
+                if reward is not None and not policy.algorithm.takes_reward(reward):
                     raise ValueError(
-                        f"rollout.{key} is {reward:g}, which policies.{name}.algorithm.advantage: {advantage} cannot read: write 0, "
-                        "or another advantage"
+                        f"rollout.{key} is {reward:g}, and policies.{name}.algorithm.advantage: {policy.algorithm.advantage} "
+                        f"needs rewards {policy.algorithm.reward_range}: write such a one, or leave {key} out"
                     )
             if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
                 raise ValueError(

@@ -117,34 +117,6 @@ def test_a_broken_recipe_is_told_by_path_and_remedy(
         assert expected in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["rollout.timeout_reward=-1", "{a}.advantage=max_rl"], "rollout.timeout_reward is -1, which policies.model0.algorithm"),
-        (["rollout.timeout_reward=0.5", "{a}.advantage=pass_at_k", "{a}.pass_k=2"], "advantage: pass_at_k cannot read"),
-        (["rollout.timeout_reward=0.5", "{a}.advantage=max_rl"], ""),
-        (["rollout.timeout_reward=1", "{a}.advantage=pass_at_k", "{a}.pass_k=2"], ""),
-        (
-            ["rollout.on_truncation=penalise", "rollout.truncation_reward=2", "{a}.advantage=max_rl"],
-            "rollout.truncation_reward is 2",
-        ),
-        (["{a}.advantage=max_rl", "{p}={{max_tokens: 9, buffer_tokens: 1}}"], "max_rl needs rewards from 0 to 1"),
-        (["{a}.advantage=pass_at_k", "{a}.pass_k=2", "{p}={{max_tokens: 9, buffer_tokens: 1}}"], "pass_at_k needs rewards of 0 or 1"),
-    ],
-)  # fmt: skip
-def test_rewards_that_an_advantage_of_right_and_wrong_cannot_read_are_refused_before_the_run(
-    tmp_path: Path, overrides: list[str], told: str
-) -> None:
-    places = {"a": "policies.model0.algorithm", "p": "policies.model0.batch.overlong_penalty"}
-    settings = [override.format(**places) for override in overrides]
-    if not told:
-        load_recipe(write(tmp_path, MINIMAL), settings, {})
-        return
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(write(tmp_path, MINIMAL), settings, {})
-    assert told in caught.value.message
-
-
 @pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=5", "min_p=0.1", "min_new_tokens=2"])
 def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept(tmp_path: Path, cut: str) -> None:
     path = write(tmp_path, MINIMAL)

@@ -75,6 +75,39 @@ def test_what_a_loss_ignores_is_refused_with_the_losses_that_have_it(
     assert all(part in caught.value.message for part in told), caught.value.message
 
 
+@pytest.mark.parametrize("advantage", ["{advantage: max_rl}", "{advantage: pass_at_k, pass_k: 2}"])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["rollout.on_truncation=penalise", "rollout.truncation_reward=-0.5"],
+            "rollout.truncation_reward is -0.5, and policies.model0.algorithm.advantage: ",
+        ),
+        (["rollout.timeout_reward=-1"], "rollout.timeout_reward is -1, and policies.model0.algorithm.advantage: "),
+        (
+            ["policies.model0.batch.overlong_penalty={max_tokens: 9, buffer_tokens: 4}"],
+            "batch.overlong_penalty makes others: leave one of them out",
+        ),
+        (["policies.model0.algorithm.reward_bias=-1"], "leave reward_bias and reward_scale out"),
+    ],
+)
+def test_rewards_that_an_advantage_cannot_be_made_from_are_refused_before_the_run(
+    advantage: str, settings: list[str], told: str
+) -> None:
+    """The trainer refuses them too, but when the first rollout of that kind is in a batch."""
+    own = f"policies.model0.algorithm={advantage}"
+    assert load_recipe(QUICKSTART, [own, "rollout.timeout_reward=0"], {})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(QUICKSTART, [own, *settings], {})
+    assert told in caught.value.message
+
+
+def test_a_clip_that_halves_the_reward_of_success_does_not_go_with_pass_at_k() -> None:
+    with pytest.raises(ConfigError, match=r"needs rewards of 0 or 1, and reward_clip 0\.5 makes others"):
+        load("advantage=pass_at_k", "pass_k=2", "reward_clip=0.5")
+    assert load("advantage=pass_at_k", "pass_k=2", "reward_clip=1").algorithm.reward_clip == 1.0
+
+
 @pytest.mark.parametrize("section", ["3", "[]", "m2po"])
 def test_a_section_that_is_no_mapping_is_refused(section: str) -> None:
     with pytest.raises(ConfigError, match=r"policies.model0.algorithm: .*[Ww]rite keys and values below it"):
