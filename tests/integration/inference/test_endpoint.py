@@ -351,6 +351,26 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
             assert generation.token_ids == said.token_ids.tolist()
 
 
+async def test_stop_tokens_that_could_not_be_drawn_stay_told_where_a_client_asks_for_all_others(
+    server: EndpointServer,
+) -> None:
+    """The client widens the run's top_p; `min_new_tokens` still cuts the first tokens."""
+    run = Sampling(max_new_tokens=8, min_new_tokens=3, top_p=0.8)
+    async with torch_policy() as policy:
+        engine = policy.engine
+        assert isinstance(engine, Recorded)
+        session = session_of(policy, client_sampling=True, sampling=run)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
+        ((asked, _),) = engine.said
+        said = session.sequences(1.0)[0].segments[-1]
+        sets = unpack(said.kept, said.token_ids)
+        assert sets.left_out.all()
+        assert sets.ids.tolist() == 3 * sorted(set(asked.stop_token_ids))
+        assert sets.rows.tolist() == [row for row in range(3) for _ in set(asked.stop_token_ids)]
+
+
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
     server: EndpointServer, purpose: Purpose
