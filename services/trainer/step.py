@@ -230,7 +230,10 @@ class TrainStep:
         not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
-            current = self._logprobs(micro_batches) if self._algorithm.needs_trust_region else None
+            current: Logprobs | None = None
+            if self._algorithm.needs_trust_region:
+                at_start = number == 0 and proximal is not None  # then the proximal policy is the current one
+                current = proximal if at_start else self._logprobs(micro_batches)
             taught = micro_batches
             if current is not None:
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import services.trainer.step as step_module
 from services.cli.metrics_catalogue import step_metric
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
@@ -355,6 +356,32 @@ def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
     assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
     assert metrics.algorithm["left_out_share"] == 1.0
     assert all(torch.equal(weight, before[name]) for name, weight in nothing.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"name": "ppo_clip"}, 0),
+        ({"name": "m2po"}, 1),
+        ({"name": "ppo_clip", "rejection": [{"upper": 3.0}]}, 1),
+        ({"name": "m2po", "rejection": [{"upper": 3.0}]}, 1),
+    ],
+)
+def test_the_first_minibatch_costs_one_further_pass_at_most(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
+) -> None:
+    """Of forward passes beside those of the gradient; what rejection and the trust region read there is the same."""
+    seen: list[object] = []
+    plain = step_module.forward
+
+    def counted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return plain(*arguments)
+
+    monkeypatch.setattr(step_module, "forward", counted)
+    metrics = train_step(algorithm(**settings), max_tokens=40).run(rank_batch(training_sequences(8)))
+    assert metrics.num_micro_batches > 1
+    assert len(seen) == passes * metrics.num_micro_batches
 
 
 def test_rejection_is_by_the_policy_at_step_start() -> None:
