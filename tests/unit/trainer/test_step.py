@@ -20,7 +20,7 @@ from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 from services.trainer.supervised import SupervisedStep
-from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 MEASURED = ("seconds", "tokens_per_second", "tflops", "memory_peak_gib")  # of the clock and the machine
 
@@ -219,6 +219,19 @@ def test_wrong_totals_are_refused() -> None:
     wrong = dataclasses.replace(batch.minibatches[0], num_trained_tokens=1)
     with pytest.raises(InvalidRequestError, match="headers state"):
         train_step(algorithm()).run(dataclasses.replace(batch, minibatches=(wrong,)))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
+def test_a_token_that_the_model_lacks_is_refused_with_its_sequence(token: int) -> None:
+    """Else an index out of range: on a GPU without saying of what."""
+    sequences = training_sequences(4)
+    prompt = Segment.environment([3, token])
+    sequence = dataclasses.replace(sequences[1].sequence, segments=(prompt, *sequences[1].sequence.segments))
+    sequences[1] = dataclasses.replace(sequences[1], sequence=sequence)
+    with pytest.raises(
+        InvalidRequestError, match=rf"sequence g0/1/0 has the token id {token}, .* has ids 0 to {VOCAB - 1}"
+    ):
+        train_step(algorithm()).run(rank_batch(sequences))
 
 
 def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
