@@ -69,6 +69,7 @@ def test_without_a_name_the_loss_is_the_default() -> None:
 def test_what_a_loss_ignores_is_refused_with_the_losses_that_have_it(
     settings: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
+    """Review, defect 10: `m2po` took `c_clip`, `reinforce` took `sapo_tau`, and ignored them."""
     with pytest.raises(ConfigError) as caught:
         load(*settings)
     assert all(part in caught.value.message for part in told), caught.value.message
@@ -114,6 +115,7 @@ def test_a_section_that_is_no_mapping_is_refused(section: str) -> None:
 
 
 def test_the_widths_of_gspo_are_those_of_its_paper() -> None:
+    """Review, defect 10: PPO's width of 0.2 hardly ever clips the mean ratio of a sequence."""
     assert (Gspo().eps_clip, Gspo().eps_clip_higher) == (3e-4, 4e-4)
 
 
@@ -145,7 +147,7 @@ def test_the_settings_of_a_loss_by_path_are_free() -> None:
 
 
 def test_the_rule_of_the_authors_brings_their_threshold_and_floors() -> None:
-    """Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
+    """Review, defect 4. Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
     authors, suffix = M2po(m2po_rule="authors"), M2po()
     assert (authors.threshold, authors.floors) == (0.04, (0.3, 0.5))
     assert (suffix.threshold, suffix.floors) == (0.01, (0.0, 0.0))

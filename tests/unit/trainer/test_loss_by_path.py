@@ -38,6 +38,8 @@ def returned(tokens: TokenBatch, settings: Mapping[str, Any]) -> object:
             return PolicyLoss(per_token=loss.detach())
         case "a short left_out":
             return PolicyLoss(per_token=loss, left_out=tokens.mask[:1])
+        case "a listed left_out":
+            return PolicyLoss(per_token=loss, left_out=tokens.mask.tolist())  # type: ignore[arg-type]
         case "a nameless count" | "a taken count":
             name = "seen" if settings["as"] == "a nameless count" else "trained_tokens"
             return PolicyLoss(per_token=loss, counts={name: tokens.mask.sum()})
@@ -76,6 +78,7 @@ def test_it_gets_proximal_log_probabilities_where_it_asks_for_them() -> None:
         ("a tensor", "returned a Tensor; expected a PolicyLoss"),
         ("a constant", "does not depend on tokens.logprobs"),
         ("a short left_out", r"returned a left_out of shape \[1\] and torch.bool"),
+        ("a listed left_out", "returned a left_out of type list; expected a bool tensor"),
         ("a nameless count", "a count named 'seen'; expected names that end in _tokens"),
         ("a taken count", "a count named 'trained_tokens'"),
         ("a count of the audit", "a count named 'zero_gradient_tokens'"),
