@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
 
+from services.common.errors import ConfigError
 from services.common.types import RankBatch
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
@@ -28,8 +30,20 @@ class Sums:
         self._values[name] = self._values[name] + term if name in self._values else term
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Sums over all ranks. Every rank must have added the same names, if only zeros."""
+        """Sums over all ranks.
+
+        Raises:
+            ConfigError: on every rank, when one has not added the names of the others, if only zeros.
+        """
         names = sorted(self._values)
+        mark = zlib.crc32("\n".join(names).encode())
+        largest, smallest = ranks.max(torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)).tolist()
+        if largest != -smallest:
+            counts = ", ".join(name for name in names if name.endswith("_tokens"))
+            raise ConfigError(
+                f"the ranks of a training step counted different things, this one {counts}: a policy loss must return the same "
+                "counts for every micro-batch, zeros for one without tokens"
+            )
         if not names:
             return {}
         total = ranks.sum(torch.stack([self._values[n] for n in names]))

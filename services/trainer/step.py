@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from services.common.config.algorithm import AlgorithmConfig
-from services.common.errors import ConfigError, InvalidRequestError
+from services.common.errors import ConfigError
 from services.common.types import MinibatchTotals, RankBatch
 from services.trainer.algorithms import algorithm_of
 from services.trainer.algorithms.advantages import (
@@ -36,12 +36,14 @@ from services.trainer.algorithms.advantages import (
 from services.trainer.algorithms.aggregation import aggregate
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
 from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
-from services.trainer.algorithms.kl import KL_ESTIMATORS, kl_per_token
+from services.trainer.algorithms.kl import kl_per_token
 from services.trainer.audit import GradientAudit, add_ratios, shares
+from services.trainer.batch_checks import check_batch
 from services.trainer.credit import CreditModels, needs_credit, value_loss_share, with_credit, with_teacher
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, forward_with_values, logprob_dtype, pack_for_ranks
 from services.trainer.minibatch_context import Logprobs, MinibatchContext, minibatch_context
+from services.trainer.mismatch import add_mismatch
 from services.trainer.model import PolicyModel
 from services.trainer.optimizer import PolicyOptimizer, Update
 from services.trainer.packing import Document
@@ -91,6 +93,7 @@ class TrainStep:
         self._temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
+        self._vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
         self._usage = Usage(model, ranks, peak_flops)
         self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
 
@@ -138,7 +141,7 @@ class TrainStep:
     def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
-        self._check_totals(batch)
+        check_batch(batch, self.ranks, self._vocab_size)
         has_credit = needs_credit(self.config)  # then normalised per token
         if self.config.deviation == "batch":
             rewards = self._everywhere(reward_moments(batch.sequences))
@@ -170,23 +173,6 @@ class TrainStep:
         """Of all ranks' numbers."""
         flat = torch.tensor([own.count, own.total, own.total_squares], dtype=torch.float64, device=self.ranks.device)
         return Moments(*self.ranks.sum(flat).tolist())
-
-    def _check_totals(self, batch: RankBatch) -> None:
-        """The denominators must be the sums of the shares, or the gradient is silently scaled."""
-        counted = torch.zeros(len(batch.minibatches), 2, dtype=torch.int64, device=self.ranks.device)
-        for item in batch.sequences:
-            if not 0 <= item.minibatch < len(batch.minibatches):
-                raise InvalidRequestError(f"sequence {item.sequence_id} is of minibatch {item.minibatch}, "
-                                          f"but the batch has {len(batch.minibatches)}")  # fmt: skip
-            counted[item.minibatch, 0] += 1
-            counted[item.minibatch, 1] += item.sequence.num_trained_tokens
-        stated = [[t.num_sequences, t.num_trained_tokens] for t in batch.minibatches]
-        found = self.ranks.sum(counted).tolist()
-        if found != stated:
-            raise InvalidRequestError(
-                f"batch {batch.training_step} of policy {batch.policy}: headers state (sequences, trained tokens) "
-                f"{stated} per minibatch, the ranks hold {found}"
-            )
 
     @torch.no_grad()
     def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
@@ -230,7 +216,10 @@ class TrainStep:
         not_finite = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
         ratios = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         if len(micro_batches) > 1:
-            current = self._logprobs(micro_batches) if self._algorithm.needs_trust_region else None
+            current: Logprobs | None = None
+            if self._algorithm.needs_trust_region:
+                at_start = number == 0 and proximal is not None  # then the proximal policy is the current one
+                current = proximal if at_start else self._logprobs(micro_batches)
             taught = micro_batches
             if current is not None:
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
@@ -243,7 +232,7 @@ class TrainStep:
                 context = self._context([micro_batch], totals, [logprobs.detach()], [own_proximal])
             ratios += add_ratios(sums, number, micro_batch, logprobs, self.config.log_ratio_clamp)
             if fresh_version is not None:
-                _add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
+                add_mismatch(sums, micro_batch, logprobs.detach(), fresh_version)
             given = own_proximal if self._algorithm.needs_proximal else None
             tokens = context.tokens(index, micro_batch, self._audit.view(logprobs), given)
             policy_loss = self._algorithm.loss(tokens, self.config)
@@ -330,15 +319,3 @@ class TrainStep:
         sums.add("tokens", 0 if batch.is_dummy else batch.num_tokens)
         self._usage.add(batch, sums)
         return loss
-
-
-def _add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_version: int) -> None:
-    """How far the trainer's log-probabilities are from the engines'. KL(behaviour || trainer) by k3: x = b - l."""
-    gap = batch.behaviour - logprobs
-    kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
-    # A cache that older weights had computed in part is no fresh sampling, whatever version the tokens have.
-    fresh = ((batch.weight_versions == fresh_version) & ~batch.mixed_cache).to(gap.dtype)
-    for name, weight in (("first", torch.ones_like(gap)), ("fresh", fresh)):
-        sums.add(f"{name}_abs", (gap.abs() * weight).sum())
-        sums.add(f"{name}_kl", (kl * weight).sum())
-        sums.add(f"{name}_tokens", weight.sum())

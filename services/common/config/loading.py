@@ -82,7 +82,8 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
 
 
 def load_resolved(run_dir: Path) -> Recipe:
-    """Read what ``save_resolved`` wrote; raises ``ConfigError`` when the directory is no run directory, or a damaged one."""
+    """Read what ``save_resolved`` wrote; raises ``ConfigError`` when the directory is no run directory, a damaged one, or one
+    of a version with other settings."""
     path = run_dir / RESOLVED
     if not path.is_file():
         raise ConfigError(
@@ -94,7 +95,13 @@ def load_resolved(run_dir: Path) -> Recipe:
         raise ConfigError(
             f"{path} cannot be read ({error}): put back what was saved when the run began, or start another run"
         ) from None
-    return validate(tree, source=str(path))
+    try:
+        return validate(tree, source=str(path))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error.message}\n  If nobody changed the file, another version of Millrace began this run, with other settings: "
+            "use that version for it, or start another run"
+        ) from None
 
 
 def with_run_id(recipe: Recipe, now: datetime | None = None) -> Recipe:

@@ -20,8 +20,10 @@ import torch
 
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.config.optimizer import OptimizerConfig
+from services.common.errors import ConfigError
 from services.common.process import run_and_leave
 from services.common.types import TrainingSequence
+from services.trainer.algorithms.base import PolicyLoss, TokenBatch
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
 from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
@@ -45,6 +47,14 @@ class Case:
     temperature: float = 1.0
     truncated: bool = False  # tokens were drawn from some of the vocabulary, at several temperatures
 
+
+# What is added to a policy loss and to the reward, all at once.
+EVERYTHING: dict[str, Any] = {
+    "advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9, "value_head": {}, "batch_normalize_advantages": True,
+    "kl_reward_coefficient": 0.2, "kl_coefficient": 0.1, "entropy_coefficient": 0.05, "early_stop_ratio": 50.0,
+    "distillation": {"teacher": "t", "task_coefficient": 0.5},
+    "rejection": [{"lower": 0.05, "upper": 8.0}, {"level": "sequence", "lower": 0.2, "upper": 3.0}],
+}  # fmt: skip
 
 CASES: dict[str, Case] = {
     **{name: Case(config=algorithm(name=name)) for name in ("ppo_clip", "sapo", "reinforce")},
@@ -95,6 +105,13 @@ CASES: dict[str, Case] = {
         reference=True, truncated=True, temperature=0.9),
     "truncated_float32": Case(
         config=algorithm("decoupled_ppo"), dtype=torch.float32, truncated=True),
+    "everything": Case(
+        config=algorithm("m2po", m2po_threshold=0.2, rejection_denominator="kept", loss_aggregation="sequence_mean",
+                         **EVERYTHING),
+        reference=True, teacher=True, truncated=True, temperature=0.8),
+    "everything_idle_rank": Case(
+        config=algorithm("tis", importance_level="sequence", importance_cap=2.0, importance_normalize=True, **EVERYTHING),
+        reference=True, teacher=True, truncated=True, temperature=0.8, all_on_first_rank=True),
     "idle_rank": Case(config=algorithm(name="m2po", m2po_threshold=0.2), all_on_first_rank=True),
     "float32": Case(config=algorithm(name="m2po", m2po_threshold=0.2), dtype=torch.float32),
 }  # fmt: skip
@@ -195,6 +212,23 @@ def trained_step(
     return step, metrics
 
 
+def counts_what_is_there(tokens: TokenBatch, settings: Mapping[str, Any]) -> PolicyLoss:
+    """A loss by path that counts nothing where there are no tokens."""
+    counts = {"seen_tokens": tokens.mask.sum()} if len(tokens.mask) else {}
+    return PolicyLoss(per_token=-tokens.advantages * tokens.logprobs, counts=counts)
+
+
+def refusal(ranks: Ranks) -> str:
+    """What a step over an idle rank says to that loss."""
+    case = Case(config=algorithm(f"tests.integration.trainer.gradient_cases:{counts_what_is_there.__name__}"),
+                all_on_first_rank=True)  # fmt: skip
+    try:
+        gradients(case, ranks, TWO_RANK_MAX_TOKENS)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
 def whole_weights(step: TrainStep, ranks: Ranks) -> Gradients:
     """Every weight, those of the value head too; on the first rank."""
     weights = dict(full_weights(step.model.causal_lm, ranks, torch.float64))
@@ -232,6 +266,7 @@ def run(out_dir: Path) -> None:
             np.savez(out_dir / f"precision_{name}.npz", **found)  # type: ignore[arg-type]
     step, _ = trained_step(ranks, **PRECISIONS["value_head"])
     checkpoints_in(out_dir / "checkpoints", ranks).save(2, step.model, step.optimizer)
+    (out_dir / f"refusal_{ranks.rank}").write_text(refusal(ranks))
     leave_ranks()
 
 

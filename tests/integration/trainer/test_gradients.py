@@ -145,6 +145,15 @@ def test_two_ranks_train_the_weights_and_metrics_of_one(two_ranks: Callable[[str
 
 
 @pytest.mark.slow
+def test_ranks_that_count_different_things_are_told_so_on_each(two_rank_files: Path) -> None:
+    """Sums of different lengths would abort the process, or add up what does not belong together."""
+    for rank in (0, 1):
+        said = (two_rank_files / f"refusal_{rank}").read_text()
+        assert "the ranks of a training step counted different things" in said
+        assert ("seen_tokens" in said) == (rank == 0)
+
+
+@pytest.mark.slow
 def test_two_ranks_stop_early_where_one_does(two_ranks: Callable[[str], Gradients]) -> None:
     expected, metrics = trained_weights(Ranks.single(), **PRECISIONS["stopped_early"])
     assert metrics["updates_skipped"] == 2.0, "of the second step, of which all is left out"

@@ -128,6 +128,18 @@ def test_a_run_reads_back_the_loss_that_it_saved(tmp_path: Path) -> None:
         assert json.loads(again.model_dump_json())["name"] == settings[0].removeprefix("name=")
 
 
+def test_a_run_of_a_version_whose_losses_shared_their_settings_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    save_resolved(load_recipe(QUICKSTART, [], {}), tmp_path)
+    file = tmp_path / "recipe.json"
+    tree = json.loads(file.read_text())
+    tree["policies"]["model0"]["algorithm"]["sapo_tau_positive"] = 1.0
+    file.write_text(json.dumps(tree))
+    with pytest.raises(
+        ConfigError, match=r"(?s)sapo has it.*another version of Millrace began this run.*use that version"
+    ):
+        load_resolved(tmp_path)
+
+
 def test_the_settings_of_a_loss_by_path_are_free() -> None:
     section = load("name=my_losses:clipped", "settings={eps: 0.1}").algorithm
     assert isinstance(section, LossByPath)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import services.trainer.step as step_module
 from services.cli.metrics_catalogue import step_metric
 from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
@@ -19,7 +20,7 @@ from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
 from services.trainer.supervised import SupervisedStep
-from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 MEASURED = ("seconds", "tokens_per_second", "tflops", "memory_peak_gib")  # of the clock and the machine
 
@@ -220,6 +221,19 @@ def test_wrong_totals_are_refused() -> None:
         train_step(algorithm()).run(dataclasses.replace(batch, minibatches=(wrong,)))
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
+def test_a_token_that_the_model_lacks_is_refused_with_its_sequence(token: int) -> None:
+    """Else an index out of range: on a GPU without saying of what."""
+    sequences = training_sequences(4)
+    prompt = Segment.environment([3, token])
+    sequence = dataclasses.replace(sequences[1].sequence, segments=(prompt, *sequences[1].sequence.segments))
+    sequences[1] = dataclasses.replace(sequences[1], sequence=sequence)
+    with pytest.raises(
+        InvalidRequestError, match=rf"sequence g0/1/0 has the token id {token}, .* has ids 0 to {VOCAB - 1}"
+    ):
+        train_step(algorithm()).run(rank_batch(sequences))
+
+
 def test_a_batch_of_nothing_is_a_step_without_updates() -> None:
     metrics = train_step(algorithm()).run(RankBatch(policy="actor", training_step=1, minibatches=(), sequences=()))
     assert metrics.num_sequences == 0
@@ -355,6 +369,32 @@ def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
     assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
     assert metrics.algorithm["left_out_share"] == 1.0
     assert all(torch.equal(weight, before[name]) for name, weight in nothing.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"name": "ppo_clip"}, 0),
+        ({"name": "m2po"}, 1),
+        ({"name": "ppo_clip", "rejection": [{"upper": 3.0}]}, 1),
+        ({"name": "m2po", "rejection": [{"upper": 3.0}]}, 1),
+    ],
+)
+def test_the_first_minibatch_costs_one_further_pass_at_most(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
+) -> None:
+    """Of forward passes beside those of the gradient; what rejection and the trust region read there is the same."""
+    seen: list[object] = []
+    plain = step_module.forward
+
+    def counted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return plain(*arguments)
+
+    monkeypatch.setattr(step_module, "forward", counted)
+    metrics = train_step(algorithm(**settings), max_tokens=40).run(rank_batch(training_sequences(8)))
+    assert metrics.num_micro_batches > 1
+    assert len(seen) == passes * metrics.num_micro_batches
 
 
 def test_rejection_is_by_the_policy_at_step_start() -> None:
