@@ -258,7 +258,8 @@ class CapturedSession:
         if temperature is None and not widened:
             return generation
         segments = tuple(
-            replace(s, temperature=temperature, kept=pack([WHOLE], s.num_tokens) if widened else s.kept)
+            # What is kept of a segment then says which tokens `min_new_tokens` suppressed.
+            replace(s, temperature=temperature, kept=pack([WHOLE], s.num_tokens) if widened and not s.kept else s.kept)
             for s in generation.segments
         )
         return replace(generation, segments=segments)

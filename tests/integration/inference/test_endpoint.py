@@ -351,6 +351,26 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
             assert generation.token_ids == said.token_ids.tolist()
 
 
+async def test_a_turn_with_a_wider_nucleus_than_the_runs_still_says_which_tokens_were_suppressed(
+    server: EndpointServer,
+) -> None:
+    run = Sampling(max_new_tokens=6, top_p=0.8, min_new_tokens=3)
+    async with torch_policy() as policy:
+        engine = policy.engine
+        assert isinstance(engine, Recorded)
+        session = session_of(policy, client_sampling=True, sampling=run)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
+        [(asked, _)] = engine.said
+        said = session.sequences(1.0)[0].segments[-1]
+        sets = unpack(said.kept, said.token_ids)
+        assert asked.sampling.top_p == 1.0 and sets.left_out.all()
+        for number in range(said.num_tokens):
+            left_out = set(sets.ids[sets.rows == number].tolist())
+            assert left_out == (set(asked.stop_token_ids) if number < 3 else set())
+
+
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
     server: EndpointServer, purpose: Purpose
