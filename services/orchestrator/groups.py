@@ -132,6 +132,13 @@ def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = Mapping
 
     ``group_by`` has the rule of each policy; one that it lacks goes by attempt.
     """
+    return [stamped(found) for found in compared_sequences(group, group_by)]
+
+
+def compared_sequences(
+    group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})
+) -> list[AdvantageGroup]:
+    """The same with every sequence's own reward and without statistics: ``stamped`` gives them."""
     if not group.complete:
         raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
     members: dict[tuple[str, str, int], list[Member]] = {}
@@ -141,11 +148,9 @@ def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = Mapping
             key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
             members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
     return [
-        stamped(
-            AdvantageGroup(
-                task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
-                mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"),
-            )
+        AdvantageGroup(
+            task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
+            mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"),
         )
         for (policy, role, attempt), found in members.items()
     ]  # fmt: skip

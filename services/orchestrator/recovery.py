@@ -31,6 +31,7 @@ class _Survey:
     closed: set[str] = field(default_factory=set)  # task groups
     evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
     judged: set[str] = field(default_factory=set)  # task groups with verdicts
+    observed: set[str] = field(default_factory=set)  # task groups of which the curation was told
     last_state: Row | None = None
     num_rows: int = 0
 
@@ -69,6 +70,8 @@ def _survey(rows: Iterator[Row]) -> _Survey:
             survey.closed.add(row.key)
         elif row.kind == records.VERDICT:
             survey.judged.add(row.key)
+        elif row.kind == records.OBSERVATION:
+            survey.observed.add(row.key)
         elif row.kind == records.EVALUATION:
             survey.evaluated.add(row.key)
         elif row.kind == records.STATE:
@@ -98,6 +101,8 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
         outcome = rollouts.failure_from_json(record) if is_failure else rollouts.trajectory_from_json(record)
         group = ring.groups[outcome.task_group_id]
         if group.resolve(outcome):
+            if group.is_training and group.complete and group.id not in survey.observed:
+                ring.observe(group)
             ring.apply_resolved(group, outcome)
     elif row.kind == records.OBSERVATION:
         ring.training_orders.curation.observe(record["row"], record["rewards"])

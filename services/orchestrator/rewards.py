@@ -26,7 +26,7 @@ from services.orchestrator.groups import (
     Member,
     Outcome,
     TaskGroup,
-    advantage_groups,
+    compared_sequences,
     rewarded,
     stamped,
 )
@@ -83,7 +83,7 @@ class RewardRules:
         every group of first attempts.
         """
         timeouts = sum(is_timeout(outcome) for outcome in group.outcomes.values())
-        return [self._with_unfinished(found, timeouts) for found in advantage_groups(group, self.group_by)]
+        return [self._with_unfinished(found, timeouts) for found in compared_sequences(group, self.group_by)]
 
     def transformed(self, group: AdvantageGroup) -> tuple[AdvantageGroup, int]:
         """The group as it is trained: transformed rewards and their statistics; and how many the clip changed."""
@@ -116,15 +116,17 @@ class RewardRules:
         cut = [is_truncated(member.sequence) for member in group.members]
         if config.on_truncation == "penalise":
             scores = [config.truncation_reward if c else s for s, c in zip(scores, cut, strict=True)]
-        if config.on_timeout != "as_scored" and group.attempt == 0:
-            scores += [config.timeout_reward] * num_timeouts
+        compares = config.on_timeout != "as_scored" and group.attempt == 0
+        timeouts = [config.timeout_reward] * (num_timeouts if compares else 0)
         masks = config.on_truncation == "mask"
-        rewards = filled(scores)
         members = tuple(
             _marked(rewarded(member, reward), masks and truncated)
-            for member, reward, truncated in zip(group.members, rewards, cut, strict=False)
+            for member, reward, truncated in zip(group.members, filled([*scores, *timeouts]), cut, strict=False)
         )
-        return stamped(replace(group, members=members, silent=tuple(rewards[group.size :])))
+        # A time-out is compared with rewards of rollouts, where these are what is compared.
+        group = stamped(replace(group, members=members))
+        rewards = filled([*(member.sequence.reward for member in group.members), *timeouts])
+        return stamped(replace(group, silent=tuple(rewards[group.size :])))
 
 
 def is_timeout(outcome: Outcome) -> bool:

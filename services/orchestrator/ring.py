@@ -166,16 +166,16 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
-        self.apply_resolved(group, outcome)
         if group.is_training and group.complete:
-            self._observe(group)
+            self.observe(group)  # ahead of what closes the task group: a recovery does not parse closed ones
+        self.apply_resolved(group, outcome)
         if replica is not None and group.order.required_versions and group.complete:
             self.dispatcher.announcer.sync(replica)  # it may move on to newer weights
         for batches in self.batches.values():
             batches.notify()
         self.dispatcher.schedule()
 
-    def _observe(self, group: TaskGroup) -> None:
+    def observe(self, group: TaskGroup) -> None:
         """Tell the curation what a prompt brought, and remember it for a restart."""
         curation = self.training_orders.curation
         if isinstance(curation, AcceptAll):

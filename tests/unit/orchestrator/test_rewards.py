@@ -314,6 +314,28 @@ async def test_as_scored_truncations_are_trained_like_others(worlds: Worlds) -> 
     assert list(found.values()) == pytest.approx(expected([1.0, 1.0, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize(("reward", "mean"), [(-1.0, 0.5), (None, 1.0)])
+def test_a_penalty_replaces_the_reward_of_one_sequence_before_rollouts_are_averaged(
+    reward: float | None, mean: float
+) -> None:
+    """With ``group_by: rollout`` the score of the sequence that was cut is in no reward."""
+    made = task_group(
+        lambda group, index: trajectory(group, index, sequence(2.0), sequence(7.0, role="b", stop_reason=LENGTH)),
+        scored(1.0),
+    )
+    found = replace(rules(on_truncation="penalise", truncation_reward=reward), group_by={"model0": "rollout"})
+    assert rewards(only(found.groups(made))) == [mean, mean, 1.0]
+
+
+def test_a_time_out_is_worth_the_lowest_rollout_where_rollouts_are_compared() -> None:
+    made = task_group(
+        lambda group, index: trajectory(group, index, sequence(-9.0), sequence(7.0, role="b")), scored(1.0), timed_out
+    )
+    found = replace(rules(), group_by={"model0": "rollout"})
+    assert rewards(only(found.groups(made))) == [-1.0, -1.0, 1.0]
+    assert only(found.groups(made)).silent == (-1.0,)
+
+
 def test_rewards_that_no_rule_reads_are_refused() -> None:
     with pytest.raises(ValidationError, match="timeout_reward is -1, and on_timeout as_scored gives none"):
         RolloutConfig(on_timeout="as_scored", timeout_reward=-1.0)

@@ -301,7 +301,7 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
         played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
     for _ in range(28):  # and once more below: 1 - 0.9 ** 29 is the first that reaches 0.95
         assert all(world.ring.training_orders.curation.accepts(row, 0) for row in range(10))
-        world.ring._observe(played)
+        world.ring.observe(played)
     await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
     group = world.ring.training_orders
     [row] = [row for row in range(10) if not group.curation.accepts(row, 0)]
@@ -311,6 +311,24 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
     assert [r for r in range(10) if not curation.accepts(r, 0)] == [row]
     drawn = [world.ring.training_orders.next_group().order.task.task_id for _ in range(40)]
     assert solved.task.task_id not in drawn and len(set(drawn)) == 9
+
+
+async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives_to_do_it(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(curation="filter_solved", size=40)
+    await world.publish(0)
+    world.train()
+    first, second, *_ = await world.orders(world.join())
+    row = world.ring.training_orders.row_of(world.ring.groups[second.task_group_id])
+    await world.play(first)
+    with monkeypatch.context() as dying:
+        dying.setattr(world.ring, "observe", lambda group: None)  # it dies ahead of this
+        await world.play(second)
+    for _ in range(2):  # the first recovery observes the second group, and the next one reads of it
+        await world.crash()
+        averages = world.ring.training_orders.curation._average
+        assert len(averages) == 2 and averages[row] == pytest.approx(0.1 * 0.5)
 
 
 async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
