@@ -122,6 +122,10 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=PARTS, help="one of the two")
     parser.add_argument("--seeds", type=int, help="fewer seeds than the study's")
+    parser.add_argument("--losses", nargs="+", choices=sorted(LOSSES), help="fewer losses than the study's")
+    parser.add_argument(
+        "--minibatches", type=int, help="optimizer updates per batch; name other --results and --docs too"
+    )
     parser.add_argument(
         "--results", type=Path, default=ROOT / "docs" / "study.jsonl", help="the file of finished cells"
     )
