@@ -196,7 +196,7 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
     """One for each process that has GPUs of its own; a policy whose size nobody knows is left out."""
     memory = recipe.launch.gpu_memory_gib * GIB
     shapes = {name: ModelShape.of(policy.model.path) for name, policy in recipe.policies.items()}
-    for name, policy in recipe.policies.items():
+    for name, policy in recipe.trained_policies.items():
         shape = shapes[name]
         if shape is None or not policy.trainer.gpus:
             continue

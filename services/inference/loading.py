@@ -70,7 +70,9 @@ def load_policy(
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     script = config.scripted
-    context_length = settings.recipe.policies[policy].model.context_length
+    section = settings.recipe.policies[policy]
+    context_length = section.model.context_length
+    first = -1 if section.trained else 0  # no orders come before the first version is held
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
         num_slots=config.engine_slots or config.num_slots,
@@ -78,11 +80,11 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
         tokens_per_second=script.tokens_per_s,
         latency_s=script.latency_s,
         kv_policy=KvPolicy(config.kv_policy),
-        version=-1,  # no orders come before the first version is held
+        version=first,
         on_tokens=on_tokens,
     )
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=context_length)
-    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine))
+    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
 
 
 def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:

@@ -187,8 +187,8 @@ class Dispatcher:
         return True, ""
 
     def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
-        """No policy named is all of the run."""
-        return policies or tuple(self._ledgers)
+        """Those of them that are trained; no policy named is all of the run."""
+        return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
 
     def _fullness(self, policies: tuple[str, ...]) -> float:
         return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
@@ -247,7 +247,7 @@ class Dispatcher:
     def may_play(self, replica: Replica, required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
         """Holds known versions of the policies (none named: all): exactly the required ones, or none too old to be
         trained."""
-        for policy in self._all(policies):
+        for policy in policies or self._ledgers:
             ledger = self._ledgers[policy]
             held = replica.held.get(policy)
             if held is None or not ledger.knows(held.number, held.digest):
@@ -255,7 +255,7 @@ class Dispatcher:
             if policy in required:
                 if held.number != required[policy]:
                     return False
-            elif not required and ledger.newest_number - held.number > self._max_staleness[policy]:
+            elif not required and ledger.newest_number - held.number > self._max_staleness.get(policy, 0):
                 return False
         return True
 

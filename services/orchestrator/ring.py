@@ -83,8 +83,8 @@ class Ring:
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in recipe.policies}
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
-        self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
-        batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
+        self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
+        batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.judged_before: set[str] = set()  # task groups whose verdicts an earlier process journaled
         self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
@@ -219,12 +219,17 @@ class Ring:
     def apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         """What a durable version means; also used when recovering."""
         policy = version.policy
-        if self.ledgers[policy].record(version):
+        if self.ledgers[policy].record(version) and policy in self.batches:
             self.experience.advanced(policy, version.number)
             self.batches[policy].published(version.number)
             self.last_metrics[policy] = dict(metrics)
-            if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
+            if policy == next(iter(self.batches)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()
+
+    @property
+    def trained_ledgers(self) -> dict[str, VersionLedger]:
+        """Of the policies whose versions a trainer publishes."""
+        return {policy: self.ledgers[policy] for policy in self.batches}
 
     def adopt_version(self, version: WeightVersion) -> None:
         """Take a version 0 that nobody publishes for the newest."""
@@ -246,7 +251,7 @@ class Ring:
     def _may_begin(self, training_step: int) -> bool:
         """Whether the recipe lets any policy begin this step by now."""
         behind = training_step - 1
-        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.ledgers.values())
+        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.trained_ledgers.values())
 
     # --- who has gone ------------------------------------------------------------------------------------------------
 

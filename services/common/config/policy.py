@@ -222,6 +222,10 @@ class WeightsConfig(Section):
 
 
 class PolicyConfig(Section):
+    trained: bool = True
+    """False: served as its checkpoint is, version 0 for the whole run: a teacher (`algorithm.distillation`) or a partner
+    that stays as it is. No trainer, batches or quota; of the sections below only `model`, `weights.publish_dtype`,
+    `weights.digest` and `trainer.master_dtype` count, which say how the checkpoint is cast."""
     model: ModelConfig = ModelConfig()
     """The model."""
     algorithm: LossConfig = M2po()
