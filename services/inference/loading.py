@@ -91,7 +91,13 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     import torch
 
     from services.common.devices import chosen_device
-    from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.common.models import (
+        check_model_matches,
+        check_same_vocabulary,
+        load_model,
+        load_tokenizer,
+        named_weights,
+    )
     from services.inference.engine.forced import ForcedEngine
     from services.inference.engine.torch_engine import TorchEngine
 
@@ -103,9 +109,12 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
     path = settings.recipe.model_path(policy, settings.run_dir)
+    tokenizer = load_tokenizer(path)
+    if (teacher := settings.recipe.teachers.get(policy)) is not None:  # before the weights, which may take long to load
+        other = load_tokenizer(settings.recipe.model_path(teacher, settings.run_dir))
+        check_same_vocabulary(tokenizer, other, f"the teacher {teacher} of {policy}")
     # The mirror must see what the trainer sees: its master type, cast to the published one.
     model = load_model(path, section.trainer.master_dtype)
-    tokenizer = load_tokenizer(path)
     check_model_matches(model, tokenizer=tokenizer)
     mirror = _filled_mirror(policy, settings, named_weights(model))
     model = model.to(getattr(torch, config.dtype))

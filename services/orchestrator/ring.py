@@ -140,6 +140,7 @@ class Ring:
             experience=self.experience,
             ledgers=self.ledgers,
             max_staleness={name: config.max_staleness for name, config in batch_configs.items()},
+            teachers=recipe.teachers,
             training=self.training_orders,
             evaluations=self.evaluations,
             evaluation=recipe.evaluation,
@@ -148,7 +149,7 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
+        self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved, recipe.teachers)
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self._changed = asyncio.Event()
 

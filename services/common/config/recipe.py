@@ -90,6 +90,7 @@ class Recipe(Section):
     def _whole(self) -> Recipe:
         self._check_policies_are_served()
         self._check_trained()
+        self._check_teachers()
         self._check_models()
         self._check_batches()
         self._check_ports()
@@ -198,6 +199,45 @@ class Recipe(Section):
                 "the policy to train, or set run.steps to 0"
             )
 
+    def _check_teachers(self) -> None:
+        for student, name in self.teachers.items():
+            where = f"policies.{student}.algorithm.distillation.teacher"
+            teacher = self.policies.get(name)
+            if teacher is None:
+                raise ValueError(
+                    f"{where} is {name!r}, which is no policy of this recipe (it has {sorted(self.policies)}): add "
+                    f"policies.{name} with trained: false, or name a model in teacher_model, which the trainer then loads"
+                )
+            if teacher.trained:
+                raise ValueError(f"{where} is {name!r}, which is trained itself: write policies.{name}.trained: false")
+            own = self.policies[student].model.context_length
+            if teacher.model.context_length < own:
+                raise ValueError(
+                    f"policies.{name}.model.context_length ({teacher.model.context_length}) is below the {own} of {student}, "
+                    f"whose sequences {name} scores: write {own}"
+                )
+            if cuts := self.sampling.cuts():
+                raise ValueError(
+                    f"sampling has {', '.join(cuts)}, and {where} scores tokens over the whole vocabulary: write top_p 1, "
+                    "top_k 0, min_p 0 and min_new_tokens 0, or name the teacher's model in teacher_model instead"
+                )
+            self._check_teacher_is_served(student, name, where)
+
+    def _check_teacher_is_served(self, student: str, teacher: str, where: str) -> None:
+        for name, service in self.inference.items():
+            if service.policies and student not in service.policies:
+                continue
+            if service.policies and teacher not in service.policies:
+                raise ValueError(
+                    f"inference.{name}.policies has {student!r} without its teacher {teacher!r} ({where}): add it, the "
+                    "replica that plays a rollout scores it"
+                )
+            if service.engine == "sglang":
+                raise ValueError(
+                    f"{where} is {teacher!r}, and the sglang engine of inference.{name} cannot score tokens: write "
+                    f"inference.{name}.engine torch, or name the teacher's model in teacher_model instead"
+                )
+
     def _check_models(self) -> None:
         for name in self.warm_start:
             if name not in self.policies:
@@ -261,8 +301,19 @@ class Recipe(Section):
         """The policies that have a trainer, batches and a quota."""
         return {name: policy for name, policy in self.policies.items() if policy.trained}
 
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each trained policy that is taught by a policy of the recipe."""
+        settings = {name: policy.algorithm.distillation for name, policy in self.trained_policies.items()}
+        return {name: found.teacher for name, found in settings.items() if found is not None and found.teacher is not None}
+
+    @property
+    def playing_policies(self) -> list[str]:
+        """Those that rollouts may ask to generate unless they name their policies: a teacher only scores."""
+        return [name for name in self.policies if name not in self.teachers.values()]
+
     def compositions(self) -> list[tuple[str, ...]]:
-        """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
+        """The policies of one training rollout, for each kind of rollout there is; () is all that play."""
         return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.trained_policies]
 
     def evaluation_compositions(self) -> list[tuple[str, ...]]:

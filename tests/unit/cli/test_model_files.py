@@ -8,13 +8,13 @@ from typing import Any
 from services.cli.model_files import model_problems
 from tests.unit.trainer_service.building import recipe, save_model
 
-WHERE = "policies.model0.algorithm.distillation.teacher"
+WHERE = "policies.model0.algorithm.distillation.teacher_model"
 
 
 def taught(model: Path, teacher: Path | str) -> Any:
     return recipe(
         model,
-        algorithm={"name": "reinforce", "distillation": {"teacher": str(teacher)}},
+        algorithm={"name": "reinforce", "distillation": {"teacher_model": str(teacher)}},
         batch={"dynamic_sampling": False},
     )
 
