@@ -149,7 +149,9 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved, recipe.teachers)
+        self.ingest = Ingest(
+            self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved, recipe.teachers
+        )
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self._changed = asyncio.Event()
 

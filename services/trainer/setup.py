@@ -72,7 +72,9 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     teacher = None
     if distillation is not None and distillation.teacher_model is not None:
         # Before its weights: those may take long to load.
-        check_same_vocabulary(tokenizer, load_tokenizer(distillation.teacher_model), f"the teacher {distillation.teacher_model}")
+        check_same_vocabulary(
+            tokenizer, load_tokenizer(distillation.teacher_model), f"the teacher {distillation.teacher_model}"
+        )
         teacher = frozen(distillation.teacher_model)
         check_model_matches(teacher.causal_lm, tokenizer=tokenizer)
     step = TrainStep(

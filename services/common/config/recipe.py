@@ -305,7 +305,9 @@ class Recipe(Section):
     def teachers(self) -> dict[str, str]:
         """The teacher of each trained policy that is taught by a policy of the recipe."""
         settings = {name: policy.algorithm.distillation for name, policy in self.trained_policies.items()}
-        return {name: found.teacher for name, found in settings.items() if found is not None and found.teacher is not None}
+        return {
+            name: found.teacher for name, found in settings.items() if found is not None and found.teacher is not None
+        }
 
     @property
     def playing_policies(self) -> list[str]:

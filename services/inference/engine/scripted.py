@@ -23,7 +23,14 @@ import xxhash
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.importing import load_object
 from services.common.types import Logprobs, Segment, TokenIds
-from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy, ScoreRequest
+from services.inference.engine.base import (
+    EngineHealth,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    KvPolicy,
+    ScoreRequest,
+)
 from services.inference.engine.requests import check_request, check_score_request
 from services.inference.engine.weight_update import WeightUpdate, check_update
 

@@ -151,9 +151,7 @@ class TorchEngine:
 
     # -- event loop side ----------------------------------------------------------------------------------------
 
-    async def _call(
-        self, name: str, command: Callable[[], T], timeout_s: float | None = CONTROL_TIMEOUT_S
-    ) -> T:
+    async def _call(self, name: str, command: Callable[[], T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
         """Run a command in the engine thread, between two steps; not when its caller has given up meanwhile.
 
         A caller that is gone may have changed the arrays of its update.
