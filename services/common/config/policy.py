@@ -170,7 +170,7 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     offload: list[Literal["optimizer", "reference"]] = []
     """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the models
-    of the KL term and of a teacher, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    of the KL term and of a `teacher_model`, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
     the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""

@@ -51,7 +51,7 @@ async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Call
     batches.append(await world.trainer_side.pull_batch("student", 1, 5.0))
     said = [{name: s.segments[1].teacher_logprobs.tobytes() for name, s in b.sequences.items()} for b in batches]
     assert said[0] == said[1] and len(said[0]) == 8
-    assert {bytes_ for bytes_ in said[0].values()} == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}
+    assert set(said[0].values()) == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}
 
 
 @pytest.mark.parametrize(
