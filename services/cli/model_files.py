@@ -30,7 +30,8 @@ def model_problems(recipe: Recipe) -> list[str]:
             f"{where}: {problem}" for where, folder in folders.items() if (problem := _problem(folder)) is not None
         ]
         if not found and len(folders) == 2:
-            found = _other_vocabulary(*folders.values(), of_teacher)
+            own, other = folders.values()
+            found = _other_vocabulary(own, other, of_teacher)
         problems += found
     return problems
 

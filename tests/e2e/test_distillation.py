@@ -60,10 +60,9 @@ def test_a_student_comes_nearer_to_a_served_teacher_through_kills_and_replays_to
         f"run.steps={STEPS}",
         f"policies.teacher={json.dumps(policy)}",
         "policies.model0.algorithm={name: reinforce, distillation: {teacher: teacher}}",
-        "policies.model0.optimizer.lr=5.0e-3",
-        "policies.model0.optimizer.schedule=constant",
+        "policies.model0.optimizer.lr=2.0e-3",
         "policies.model0.batch.size=64",
-        "policies.model0.batch.minibatches=2",
+        "policies.model0.batch.minibatches=4",
         "evaluation.at_start=false",
         "evaluation.at_end=false",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -91,8 +92,7 @@ def teacher_said(step: TrainStep, items: list[TrainingSequence]) -> dict[tuple[i
     found = {}
     for batch in (b for part in step._pack(rank_batch(items), Sums(torch.device("cpu"))) for b in part):
         assert batch.teacher is not None
-        ends = [*batch.documents.offsets.tolist()]
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in itertools.pairwise(batch.documents.offsets.tolist()):
             own = (batch.target_positions >= start) & (batch.target_positions < end)
             found[tuple(batch.token_ids[start:end].tolist())] = batch.teacher[own].tolist()
     return found
@@ -130,5 +130,5 @@ async def test_a_sequence_without_scores_is_not_trained_on_the_task_alone() -> N
     bare = replace(whole, segments=tuple(replace(s, teacher_logprobs=s.teacher_logprobs[:0]) for s in whole.segments))
     part = replace(whole, segments=(*whole.segments[:-1], bare.segments[-1]))
     for broken in (bare, part):
-        with pytest.raises(InvalidRequestError, match="sequence g/0/0.*lack"):
+        with pytest.raises(InvalidRequestError, match=r"sequence g/0/0.*lack"):
             step_of(student, teacher, 1.0, SERVED).run(rank_batch([replace(items[0], sequence=broken), items[1]]))
