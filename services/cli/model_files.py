@@ -27,7 +27,10 @@ def model_problems(recipe: Recipe) -> list[str]:
             where: Path(path).expanduser() for where, path in named.items() if path is not None and _is_local(path)
         }
         found = [
-            f"{where}: {problem}" for where, folder in folders.items() if (problem := _problem(folder)) is not None
+            f"{where}: {problem}"
+            for where, folder in folders.items()
+            if (problem := _problem(folder)) is not None
+            and not (where == of_teacher and name in recipe.teachers)  # told as a policy of its own
         ]
         if not found and len(folders) == 2:
             own, other = folders.values()
