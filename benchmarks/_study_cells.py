@@ -73,7 +73,7 @@ class Study:
     losses: tuple[str, ...] = tuple(LOSSES)
     staleness: tuple[int, ...] = (0, 2, 8, 32)
     late_modes: tuple[str, ...] = LATE_MODES
-    late_staleness: tuple[int, ...] = (2,)
+    late_staleness: tuple[int, ...] = (2, 8)
     tail: Tail = field(default_factory=Tail)
     pace: Pace = field(default_factory=Pace)
 

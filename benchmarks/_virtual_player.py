@@ -177,6 +177,7 @@ class VirtualPlayer:
             gateway=_Calculator(slot, self._latency),  # type: ignore[arg-type]
             sampling=slot.sampling,
             seed=slot.seed,
+            episode_seed=seed_of(0, slot.task_group_id),  # the same for a whole group
         )
         rollout = _Rollout(slot, self._workflow.run(slot.task, context), self.now)
         self._playing[slot.task_group_id, slot.index] = rollout

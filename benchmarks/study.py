@@ -136,6 +136,10 @@ def main() -> None:
     study = QUICK if options.quick else Study()
     if options.seeds:
         study = replace(study, seeds=study.seeds[: options.seeds])
+    if options.losses:
+        study = replace(study, losses=tuple(options.losses))
+    if options.minibatches:
+        study = replace(study, minibatches=options.minibatches)
     if options.tune:
         report_facts("study", tuned=tune(study, options.cache), losses=list(LOSSES))
         return

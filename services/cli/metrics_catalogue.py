@@ -116,7 +116,7 @@ STEP_METRICS: tuple[StepMetric, ...] = (
     StepMetric("trainer/value_mean", "tokens of the batch that are trained", "Mean of the value head at step start."),
     StepMetric("trainer/return_mean", "tokens of the batch that are trained", "Mean of the returns that it learns."),
     StepMetric("trainer/explained_variance", "tokens of the batch that are trained", "Share of the returns' variance that the values explain."),
-    StepMetric("trainer/value_loss", "updates", "Mean loss of the value head."),
+    StepMetric("trainer/value_loss", "minibatches", "Mean loss of the value head."),
     StepMetric("trainer/m2po_{what}", "minibatches", "Mean of M2PO's bounds and second moment."),
     StepMetric("trainer/{count}_share", _TRAINED, "Share of tokens that the loss counts, such as clipped or dropped ones (docs/algorithms.md)."),
     StepMetric("trainer/num_{what}", _BATCH, "Sequences, tokens, trained tokens; micro-batches of rank 0."),

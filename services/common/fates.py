@@ -31,7 +31,7 @@ class ClosedReason(enum.StrEnum):
     NOTHING_TO_TRAIN = "nothing to train"  # no advantage group was kept
     TRAINED = "trained"  # the last of it went into a batch
     EXPIRED = "expired"  # the last of it became too old in the buffer
-    STEPS_DONE = "all training steps are done"  # it was cancelled
+    STEPS_DONE = "all training steps are done"  # it was cancelled: the last batch was put together without it
     RUN_ENDED = "the run has ended"  # it was cancelled
 
 

@@ -10,10 +10,12 @@ over the same sets (``unpack``). No bytes at all: every token was drawn from the
     BITS      the ids whose bit is set                  bytes, 2      a bit per id, lowest first
     AGAIN     the row before, for this many tokens      tokens, 3     nothing
 
+AGAIN is for rows of at most ``MOST_REPEATED`` ids, so what is unpacked is never much larger than the bytes.
+
     packed = size of all headers (uint32), size of all gaps (uint32), headers, gaps, bits; a header is the varint of
     (number << 2 | kind)
 
-A single token that could be drawn is a header without a payload, and a run of equal rows is two headers.
+A single token that could be drawn is a header without a payload, and a run of equal short rows is two headers.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+MOST_REPEATED = 256
 
 _PREFIX = np.dtype("<u4")
 _PREFIX_BYTES = 2 * _PREFIX.itemsize
@@ -136,6 +140,11 @@ def _large_row(kept: Ints, vocab_size: int) -> KeptRow:
     return KeptRow(RowKind.BITS, len(bits), bits)
 
 
+def _most_ids(kind: int, number: int) -> int:
+    """How many ids a row can have by its header."""
+    return 8 * number if kind == RowKind.BITS else number
+
+
 # -- packing --------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +159,7 @@ def pack(rows: Sequence[KeptRow], num_tokens: int) -> bytes:
         return b""
     runs: list[tuple[KeptRow, int]] = []
     for row, length in [*((row, 1) for row in rows), (WHOLE, num_tokens - len(rows))]:
-        if runs and runs[-1][0] == row:
+        if runs and runs[-1][0] == row and _most_ids(row.kind, row.number) <= MOST_REPEATED:
             runs[-1] = (row, runs[-1][1] + length)
         elif length:
             runs.append((row, length))
@@ -217,6 +226,10 @@ class _Read:
         tokens = np.where(again, headers >> 2, 1)
         if tokens.sum() != len(token_ids):
             raise ValueError(f"kept tokens of {tokens.sum()} tokens are with {len(token_ids)}")
+        repeated = headers[~again][row_of_header[again]]
+        most_ids = max((_most_ids(header & 3, header >> 2) for header in np.unique(repeated).tolist()), default=0)
+        if most_ids > MOST_REPEATED:
+            raise ValueError(f"kept tokens repeat a row of up to {most_ids} ids; at most {MOST_REPEATED} are repeated")
         self.row_of_token = np.repeat(row_of_header, tokens)  # [num_tokens]
         self.kinds = headers[~again] & 3  # [num_rows], as the following
         self.numbers = headers[~again] >> 2

@@ -137,8 +137,10 @@ class Batches:
             async with deadline(timeout_s, wanted):
                 while not self._can_serve(training_step):
                     self._changed.clear()
-                    with contextlib.suppress(TimeoutError):  # then a wait for due groups is over
-                        await asyncio.wait_for(self._changed.wait(), self.late.left_s())
+                    # While paused the end of a wait for due groups changes nothing; asking for it would poll.
+                    left_s = None if self.paused else self.late.left_s()
+                    with contextlib.suppress(TimeoutError):  # then such a wait is over
+                        await asyncio.wait_for(self._changed.wait(), left_s)
         finally:
             self.num_waiting -= 1
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.

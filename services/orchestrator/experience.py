@@ -149,9 +149,11 @@ class Experience:
         return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
 
     def is_due_everywhere(self, group: TaskGroup) -> bool:
-        """The same for every policy of the group that has steps left and a trainer."""
+        """The same for every policy of the group that has steps left and a trainer, where all of these drop late tokens:
+        with another ``batch.late`` a policy can still train what its open slots bring."""
         return all(
-            group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            self._policies[policy].late == "drop"
+            and group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
             for policy in self.policies_of(group)
             if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
         )

@@ -63,7 +63,7 @@ class LateGroups:
         return waited_s
 
     def _all_cancelled(self) -> bool:
-        # A group that another policy can still train whole goes on; members that it has of this one become too old.
+        # A group that another policy can still train goes on; members that it has of this one become too old.
         due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
         if due:
             self._cancel(due)

@@ -208,9 +208,20 @@ class Ring:
         record = {"task_group_id": task_group_id, "reason": reason.value}
         self.journal.submit(records.CLOSED, task_group_id, lambda: record)
 
-    def cancel_training_groups(self, reason: fates.ClosedReason) -> None:
-        """Training is over: what still runs is not wanted."""
-        for group in [g for g in self.groups.values() if g.is_training]:
+    def batch_taken(self, training_step: int) -> None:
+        """A trainer was given the batch of a step. After a policy's last one no batch can take what is still played for it."""
+        if training_step < self.num_steps:
+            return
+        done = {name for name, batches in self.batches.items() if batches.newest_step >= self.num_steps}
+        self.cancel_training_groups(fates.ClosedReason.STEPS_DONE, done)
+        self.dispatcher.schedule()
+
+    def cancel_training_groups(self, reason: fates.ClosedReason, policies: set[str] | None = None) -> None:
+        """Training is over, or of groups that play no other than these ``policies``: what still runs is not wanted."""
+        over = set(self.batches) if policies is None else policies
+        for group in [
+            g for g in self.groups.values() if g.is_training and over.issuperset(self.experience.policies_of(g))
+        ]:
             del self.groups[group.id]
             self.experience.cancelled(group)
             self.counters["task_groups_cancelled"] += 1

@@ -50,7 +50,9 @@ class TrainerSide:
         num_steps = self._ring.num_steps
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
-        return await self._ring.batches[self._ring.trainers.known(policy)].get(training_step, timeout_s)
+        batch = await self._ring.batches[self._ring.trainers.known(policy)].get(training_step, timeout_s)
+        self._ring.batch_taken(training_step)
+        return batch
 
     async def publish(
         self,

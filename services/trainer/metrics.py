@@ -12,7 +12,8 @@ from services.trainer.optimizer import Update
 from services.trainer.sharding import Ranks
 
 RESERVED_COUNTS = {"trained_tokens", "fresh_tokens", "first_tokens"}  # of the step: what shares are of
-RESERVED_PREFIXES = ("zero_gradient", "advantage_", "sole_choice")  # of the audit's counts and the step's
+# Of the audit's counts and the step's.
+RESERVED_PREFIXES = ("zero_gradient", "advantage_", "sole_choice", "left_out", "value_clipped")
 
 
 class Sums:
@@ -40,7 +41,7 @@ class StepMetrics:
     """One training step, over all ranks and the same on each. Means are over trained tokens unless said otherwise."""
 
     training_step: int
-    loss: float  # mean over minibatches
+    loss: float  # mean over the minibatches whose gradient was computed
     grad_norm: float  # mean over updates, before clipping
     grad_norm_max: float
     learning_rate: float  # of the last update
@@ -80,23 +81,25 @@ def step_metrics(
     total: Mapping[str, float],
     updates: Sequence[Update],
     *,
+    num_computed: int,
     num_micro_batches: int,
     seconds: float,
     usage: Mapping[str, float | None],
     audit: Mapping[str, float],
 ) -> StepMetrics:
     """What a training step says of itself: ``total`` are its sums over all ranks, ``usage`` what ``Usage.metrics`` gives,
-    ``audit`` what ``audit.shares`` gives."""
+    ``audit`` what ``audit.shares`` gives, ``num_computed`` the minibatches whose gradient was computed, with an update or without.
+    """
     applied = [u for u in updates if u.applied]
     algorithm = {
         name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
         for name in total
         if name.endswith("_tokens") and name not in RESERVED_COUNTS
-    } | {name: total[name] / max(len(updates), 1) for name in total if name.startswith("m2po_")}
-    algorithm |= _credit_metrics(total, len(updates))
+    } | {name: total[name] / max(num_computed, 1) for name in total if name.startswith("m2po_")}
+    algorithm |= _credit_metrics(total, num_computed)
     return StepMetrics(
         training_step=batch.training_step,
-        loss=total.get("loss", 0.0) / max(len(updates), 1),
+        loss=total.get("loss", 0.0) / max(num_computed, 1),
         grad_norm=sum(u.grad_norm for u in updates) / max(len(updates), 1),
         grad_norm_max=max((u.grad_norm for u in updates), default=0.0),
         learning_rate=updates[-1].learning_rate if updates else 0.0,
@@ -123,7 +126,7 @@ def step_metrics(
     )
 
 
-def _credit_metrics(total: Mapping[str, float], num_updates: int) -> dict[str, float]:
+def _credit_metrics(total: Mapping[str, float], num_computed: int) -> dict[str, float]:
     """Of the value head and of the teacher, where there are any; values and returns are those of the step's start."""
     found: dict[str, float] = {}
     count = total.get("credited", 0.0)  # tokens of the whole batch, those of minibatches that were left out too
@@ -135,7 +138,7 @@ def _credit_metrics(total: Mapping[str, float], num_updates: int) -> dict[str, f
         variance = total["return_squared"] / count - found["return_mean"] ** 2
         # Returns that are all alike leave nothing to explain.
         found["explained_variance"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0
-        found["value_loss"] = total.get("value_loss", 0.0) / max(num_updates, 1)
+        found["value_loss"] = total.get("value_loss", 0.0) / max(num_computed, 1)
     return found
 
 

@@ -105,7 +105,7 @@ class TrainStep:
         minibatches = self._pack(batch, sums)
         proximal = self._proximal(minibatches)
         updates: list[Update] = []
-        stopped = False
+        num_computed, stopped = 0, False
         for index, (micro_batches, totals) in enumerate(zip(minibatches, batch.minibatches, strict=True)):
             if stopped or totals.num_trained_tokens == 0:
                 self.optimizer.skip()
@@ -115,6 +115,7 @@ class TrainStep:
             ratios, num_kept = self._backward_minibatch(
                 index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
+            num_computed += 1
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped or num_kept == 0:
                 self.optimizer.skip()
@@ -127,6 +128,7 @@ class TrainStep:
             batch,
             total,
             updates,
+            num_computed=num_computed,
             num_micro_batches=sum(len(m) for m in minibatches),
             seconds=seconds,
             usage=self._usage.metrics(total, seconds),

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import numpy as np
 import pytest
+import torch
 
 from services.common.models import named_weights
+from services.common.types import Segment, Sequence, StopReason, TrainingSequence
 from services.inference.engine.base import FinishReason
 from services.inference.engine.weight_update import WeightUpdate
+from services.trainer.micro_batches import forward, pack_for_ranks
+from services.trainer.model import build_policy_model
+from services.trainer.packing import Document
+from services.trainer.sharding import Ranks
 from tests.conformance.conftest import SGLANG
 from tests.conformance.subjects import Subject, until_tokens
 from tests.random_models import TOLERANCE, VOCAB, kept_sets, make_prompt, make_request, max_gap, reference_logprobs
@@ -77,6 +84,45 @@ async def test_minimum_length_suppresses_stop_tokens_and_renormalises(exact: Sub
         if place < 20:
             row[list(stops)] = -np.inf
         assert abs(float(row[token]) - float(np.logaddexp.reduce(row)) - float(logprob)) <= TOLERANCE
+
+
+@SAMPLING
+async def test_the_trainer_scores_truncated_tokens_as_the_engine_did(exact: Subject) -> None:
+    prompt = make_prompt(11)
+    generation = await exact.engine.generate(
+        make_request(
+            prompt,
+            stop=(3, 5),
+            temperature=1.3,
+            top_k=30,
+            top_p=0.9,
+            min_p=0.01,
+            min_new_tokens=8,
+            max_new_tokens=50,
+        )
+    )
+    sequence = Sequence(
+        policy="p",
+        segments=(Segment.environment(prompt), *generation.segments),
+        reward=0.0,
+        stop_reason=StopReason.STOP,
+    )
+    item = TrainingSequence(
+        sequence_id="g/0/0",
+        sequence=sequence,
+        group_mean=0.0,
+        group_std=1.0,
+        group_size=1,
+        staleness=0,
+        minibatch=0,
+        position=0,
+    )
+    ranks = Ranks.single()
+    model = build_policy_model(copy.deepcopy(exact.model), ranks, trainable=False)
+    ((batch,),) = pack_for_ranks([[Document.from_training_sequence(item, 0.0)]], 1000, ranks, torch.float32)
+    scored, _ = forward(model, batch, 1.3)
+    assert batch.num_targets == len(generation.token_ids)
+    assert float((scored - batch.behaviour).abs().max()) <= TOLERANCE
 
 
 @SAMPLING

@@ -149,8 +149,13 @@ class AlgorithmConfig(CreditConfig):
             )
         if not by_constant and self.constant_denominator is not None:
             raise ValueError("constant_denominator needs loss_aggregation: constant or sum")
-        if self.advantage in ("pass_at_k", "max_rl") and (self.reward_bias, self.reward_scale) != (0.0, 1.0):
+        if self.reward_range is not None and (self.reward_bias, self.reward_scale) != (0.0, 1.0):
             raise ValueError(
-                f"advantage: {self.advantage} reads rewards from 0 to 1: leave reward_bias and reward_scale out"
+                f"advantage: {self.advantage} needs rewards {self.reward_range}: leave reward_bias and reward_scale out"
+            )
+        if self.advantage == "pass_at_k" and self.reward_clip is not None and self.reward_clip < 1.0:
+            raise ValueError(
+                f"advantage: pass_at_k needs rewards {self.reward_range}, and reward_clip {self.reward_clip:g} makes others: "
+                "leave it out"
             )
         return self

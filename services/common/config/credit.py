@@ -109,6 +109,17 @@ class CreditConfig(Section):
         return self
 
     @property
+    def reward_range(self) -> str | None:
+        """The rewards that the advantage can be made from, where it is not all."""
+        return {"pass_at_k": "of 0 or 1", "max_rl": "from 0 to 1"}.get(self.advantage)
+
+    def takes_reward(self, reward: float) -> bool:
+        """Whether the advantage can be made from it."""
+        if self.advantage == "pass_at_k":
+            return reward in (0.0, 1.0)
+        return self.advantage != "max_rl" or 0.0 <= reward <= 1.0
+
+    @property
     def gives_tokens_their_own(self) -> bool:
         """Whether the tokens of a sequence have different advantages before a teacher is asked."""
         return self.advantage == "gae" or self.gamma != 1.0

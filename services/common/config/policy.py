@@ -246,9 +246,9 @@ class PolicyConfig(Section):
                 "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
                 "batch.dynamic_sampling to false"
             )
-        if self.algorithm.advantage == "pass_at_k" and self.batch.overlong_penalty is not None:
+        if (range_ := self.algorithm.reward_range) is not None and self.batch.overlong_penalty is not None:
             raise ValueError(
-                "algorithm.advantage: pass_at_k needs rewards of 0 or 1, and batch.overlong_penalty makes others: leave one of "
-                "them out"
+                f"algorithm.advantage: {self.algorithm.advantage} needs rewards {range_}, and batch.overlong_penalty makes "
+                "others: leave one of them out"
             )
         return self

@@ -277,6 +277,14 @@ class Recipe(Section):
                     f"policies.{name}.algorithm.pass_k ({pass_k}) exceeds rollout.group_size ({self.rollout.group_size}): no group "
                     "has as many rollouts"
                 )
+            for key, reward in (
+                ("timeout_reward", self.rollout.timeout_reward), ("truncation_reward", self.rollout.truncation_reward),
+            ):  # fmt: skip
+                if reward is not None and not policy.algorithm.takes_reward(reward):
+                    raise ValueError(
+                        f"rollout.{key} is {reward:g}, and policies.{name}.algorithm.advantage: {policy.algorithm.advantage} "
+                        f"needs rewards {policy.algorithm.reward_range}: write such a one, or leave {key} out"
+                    )
             if policy.batch.dynamic_sampling and self.rollout.group_size == 1:
                 raise ValueError(
                     f"policies.{name}.batch.dynamic_sampling drops every group when rollout.group_size is 1: "

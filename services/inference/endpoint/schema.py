@@ -44,12 +44,15 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)  # with min_p no field of OpenAI's; 0 and -1 are off
+    min_p: float | None = Field(default=None, ge=0, lt=1)
     seed: int | None = None
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
     n: Literal[1] | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
+    repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = Field(default=None, max_length=0)
     response_format: dict[str, Any] | None = None
     functions: None = None
@@ -78,6 +81,8 @@ class ChatRequest(BaseModel):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
             seed=self.seed,
         )
 

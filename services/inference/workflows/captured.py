@@ -43,6 +43,8 @@ class Ask:
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
 
     def tools_key(self) -> bytes:
@@ -96,7 +98,7 @@ class CapturedSession:
         thinking: bool | None = None,
         purpose: Purpose = Purpose.TRAIN,
     ) -> None:
-        """``client_sampling``: temperature, top_p and seed of requests count, instead of the run's. What is captured then
+        """``client_sampling``: temperature, top_p, top_k, min_p and seed of requests count, instead of the run's. What is captured then
         says what each turn was sampled with, and is trained under that."""
         self.policies = policies
         self.default_policy = default_policy or (next(iter(policies)) if len(policies) == 1 else None)
@@ -248,6 +250,8 @@ class CapturedSession:
                 sampling,
                 temperature=sampling.temperature if ask.temperature is None else ask.temperature,
                 top_p=sampling.top_p if ask.top_p is None else ask.top_p,
+                top_k=sampling.top_k if ask.top_k is None else ask.top_k,
+                min_p=sampling.min_p if ask.min_p is None else ask.min_p,
             )
         return sampling
 
@@ -258,7 +262,8 @@ class CapturedSession:
         if temperature is None and not widened:
             return generation
         segments = tuple(
-            replace(s, temperature=temperature, kept=pack([WHOLE], s.num_tokens) if widened else s.kept)
+            # Widened, the engine told only of the tokens without which `min_new_tokens` left it.
+            replace(s, temperature=temperature, kept=(s.kept or pack([WHOLE], s.num_tokens)) if widened else s.kept)
             for s in generation.segments
         )
         return replace(generation, segments=segments)

@@ -54,8 +54,8 @@ class ExternalAgentSettings(Section):
     """A request that does not extend an earlier one, word for word, begins another sequence of the trajectory, or is
     refused."""
     client_sampling: bool = False
-    """Whether temperature, top_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then trained at
-    the temperature and over the tokens that it was sampled with; temperature 0 is refused, except in evaluation."""
+    """Whether temperature, top_p, top_k, min_p and seed of requests count, instead of the recipe's `sampling`. Each turn is then
+    trained at the temperature and over the tokens that it was sampled with; temperature 0 is refused, except in evaluation."""
     max_sequences: int = Field(default=64, ge=1)
     """Of one trajectory; a request that would begin another is refused."""
     thinking: bool | None = None

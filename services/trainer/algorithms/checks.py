@@ -33,16 +33,15 @@ def check_shape(result: object, tokens: TokenBatch, where: str) -> None:
     if tokens.logprobs.requires_grad and not per_token.requires_grad:
         raise LossError(f"{where} returned a per_token that does not depend on tokens.logprobs; expected {expected}")
     left_out = result.left_out
+    if left_out is not None and not isinstance(left_out, torch.Tensor):
+        raise LossError(
+            f"{where} returned a left_out of type {type(left_out).__name__}; expected a bool tensor of shape "
+            f"{list(tokens.logprobs.shape)}, or none"
+        )
     if left_out is not None and (left_out.shape != tokens.logprobs.shape or left_out.dtype != torch.bool):
         raise LossError(
             f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a bool tensor of "
             f"shape {list(tokens.logprobs.shape)}, or none"
-        )
-    left_out = result.left_out
-    if left_out is not None and (left_out.dtype != torch.bool or left_out.shape != tokens.logprobs.shape):
-        raise LossError(
-            f"{where} returned a left_out of shape {list(left_out.shape)} and {left_out.dtype}; expected a torch.bool for "
-            f"each of {len(tokens.logprobs)} tokens"
         )
     for name in result.counts:
         if not name.endswith("_tokens") or name in RESERVED_COUNTS or name.startswith(RESERVED_PREFIXES):

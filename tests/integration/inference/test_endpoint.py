@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
@@ -293,6 +294,9 @@ async def test_the_end_of_a_session_ends_its_requests(policy: ServedPolicy, serv
         ({"top_logprobs": 5, "logprobs": True}, 400, "top_logprobs"),
         ({"stop": [""]}, 400, "stop"),
         ({"temperature": 7}, 400, "temperature"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"logit_bias": {"5": 1.0}}, 400, "logit_bias"),
+        ({"extra_body": {"repetition_penalty": 1.1}}, 400, "repetition_penalty"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_in_openais_shape(
@@ -319,10 +323,16 @@ async def test_a_clients_temperature_counts_only_where_it_may(
     with server.opened(session_of(policy, client_sampling=allowed)) as session_id:
         async with client_of(server, session_id) as client:
             await client.chat.completions.create(
-                model=POLICY, messages=USER, temperature=0.5, seed=7, max_completion_tokens=4
+                model=POLICY,
+                messages=USER,
+                temperature=0.5,
+                seed=7,
+                max_completion_tokens=4,
+                extra_body={"top_k": -1 if allowed else 5, "min_p": 0.0 if allowed else 0.1},
             )
     request: GenerationRequest = engine.requests[0]
     assert request.sampling.temperature == temperature
+    assert (request.sampling.top_k, request.sampling.min_p) == (0, 0.0)
     assert (request.seed == 7) is allowed
     assert request.sampling.max_new_tokens == 4
 
@@ -336,7 +346,9 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
         session = session_of(policy, client_sampling=True, sampling=run)
         with server.opened(session) as session_id:
             async with client_of(server, session_id) as client:
-                for asked in ({}, {"temperature": 0.5}, {"top_p": 1.0}, {"temperature": 0.9, "top_p": 0.3}):
+                for asked in ({}, {"temperature": 0.5}, {"top_p": 1.0}, {"temperature": 0.9, "top_p": 0.3},
+                              {"top_p": 1.0, "extra_body": {"top_k": 2}},
+                              {"top_p": 1.0, "extra_body": {"min_p": 0.3}}):  # fmt: skip
                     await client.chat.completions.create(
                         model=POLICY, messages=[{"role": "user", "content": f"say {len(engine.said)}"}], **asked
                     )
@@ -347,8 +359,26 @@ async def test_a_turn_says_what_a_client_sampled_it_with_where_that_is_not_the_r
             assert said.temperature is None or used != run.temperature
             sets = unpack(said.kept, said.token_ids)
             assert said.kept, "the run truncates, so each turn says what could be drawn"
-            assert bool(sets.left_out.all()) == (asked.sampling.top_p == 1), "from everything"
+            assert bool(sets.left_out.all()) == (not asked.sampling.is_truncated), "from everything"
+            assert not asked.sampling.top_k or np.bincount(sets.rows).max() <= asked.sampling.top_k
             assert generation.token_ids == said.token_ids.tolist()
+
+
+async def test_a_client_that_takes_the_runs_truncation_back_keeps_what_min_new_tokens_left_out(
+    server: EndpointServer,
+) -> None:
+    """Its first tokens were drawn without the stop tokens, and are trained over the same set; the others over everything."""
+    async with torch_policy() as policy:
+        run = Sampling(max_new_tokens=12, min_new_tokens=3, top_p=0.8)
+        session = session_of(policy, client_sampling=True, sampling=run)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                await client.chat.completions.create(model=POLICY, messages=USER, top_p=1.0)
+        (kept,) = session.sequences(1.0)
+    (said,) = [segment for segment in kept.segments if segment.is_policy]
+    sets = unpack(said.kept, said.token_ids)
+    assert sets.left_out.all()
+    assert sorted(set(sets.rows.tolist())) == [0, 1, 2], "each without the stop tokens"
 
 
 @pytest.mark.parametrize("purpose", Purpose)

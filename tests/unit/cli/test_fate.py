@@ -307,9 +307,8 @@ async def test_a_record_that_cannot_be_read_is_counted_and_the_rest_is_told(worl
     assert total.sampled_tokens == 32, "the lengths are those of the trajectories"
 
 
-async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajectories(worlds: Worlds) -> None:
-    """As earlier releases wrote it."""
-    world = worlds()
+async def train_one_step(world: World) -> None:
+    """Three groups: two are trained, one has equal rewards."""
     _, orders = await begin(world)
     await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
     await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
@@ -317,6 +316,12 @@ async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajec
     await world.trainer_side.pull_batch("model0", 1, 1.0)
     await world.publish(1)
     await world.settle()
+
+
+async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajectories(worlds: Worlds) -> None:
+    """As earlier releases wrote it."""
+    world = worlds()
+    await train_one_step(world)
     before = fates_of(world).total("model0")
     with pytest.MonkeyPatch.context() as patch:
         plain = records.verdicts_from_json
@@ -328,13 +333,7 @@ async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajec
 
 async def test_collected_trajectories_change_nothing_but_what_earlier_releases_left_unsaid(worlds: Worlds) -> None:
     world = worlds()
-    _, orders = await begin(world)
-    await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
-    await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
-    await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
-    await world.publish(1)
-    await world.settle()
+    await train_one_step(world)
     before = fates_of(world).total("model0")
     await world.journal.close()
     reader = JournalReader(world.run_dir / "journal")

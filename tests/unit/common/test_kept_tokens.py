@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.kept_tokens import (
+    MOST_REPEATED,
     WHOLE,
     KeptRow,
     KeptSets,
@@ -95,6 +96,26 @@ def test_tokens_of_the_whole_vocabulary_cost_nothing_and_runs_cost_two_headers()
         set(range(VOCAB)) - {5, 7},
         set(range(VOCAB)),
     ]
+
+
+def test_what_is_unpacked_is_bounded_by_the_bytes() -> None:
+    """A few bytes that name a large set once and repeat it for every token would fill the memory of a trainer."""
+    sets = {
+        "bits": row_of(set(range(0, VOCAB, 2)), 0),
+        "kept": row_of(set(range(MOST_REPEATED + 2)), 0, None),
+        "left out": left_out_row(range(1, MOST_REPEATED + 2)),
+    }
+    for name, row in sets.items():
+        tokens = np.zeros(50, dtype=np.int32)
+        packed = pack([row] * 50, 50)
+        assert len(packed) >= 50 * len(row.payload), f"{name}: each token has its own row"
+        assert len(unpack(packed, tokens).ids) <= 8 * len(packed)
+        once = pack([row], 1)
+        num_header = int(np.frombuffer(once[:4], dtype="<u4")[0])
+        again = bytes([49 << 2 & 0x7F | RowKind.AGAIN | 0x80, 49 >> 5])
+        hostile = np.array([num_header + 2], dtype="<u4").tobytes() + once[4 : 8 + num_header] + again
+        with pytest.raises(ValueError, match=r"kept tokens repeat a row of up to \d+ ids; at most 256"):
+            check(hostile + once[8 + num_header :], tokens)
 
 
 def test_the_smallest_way_of_writing_a_set_is_chosen() -> None:

@@ -69,9 +69,43 @@ def test_without_a_name_the_loss_is_the_default() -> None:
 def test_what_a_loss_ignores_is_refused_with_the_losses_that_have_it(
     settings: tuple[str, ...], told: tuple[str, ...]
 ) -> None:
+    """Review, defect 10: `m2po` took `c_clip`, `reinforce` took `sapo_tau`, and ignored them."""
     with pytest.raises(ConfigError) as caught:
         load(*settings)
     assert all(part in caught.value.message for part in told), caught.value.message
+
+
+@pytest.mark.parametrize("advantage", ["{advantage: max_rl}", "{advantage: pass_at_k, pass_k: 2}"])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["rollout.on_truncation=penalise", "rollout.truncation_reward=-0.5"],
+            "rollout.truncation_reward is -0.5, and policies.model0.algorithm.advantage: ",
+        ),
+        (["rollout.timeout_reward=-1"], "rollout.timeout_reward is -1, and policies.model0.algorithm.advantage: "),
+        (
+            ["policies.model0.batch.overlong_penalty={max_tokens: 9, buffer_tokens: 4}"],
+            "batch.overlong_penalty makes others: leave one of them out",
+        ),
+        (["policies.model0.algorithm.reward_bias=-1"], "leave reward_bias and reward_scale out"),
+    ],
+)
+def test_rewards_that_an_advantage_cannot_be_made_from_are_refused_before_the_run(
+    advantage: str, settings: list[str], told: str
+) -> None:
+    """The trainer refuses them too, but when the first rollout of that kind is in a batch."""
+    own = f"policies.model0.algorithm={advantage}"
+    assert load_recipe(QUICKSTART, [own, "rollout.timeout_reward=0"], {})
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(QUICKSTART, [own, *settings], {})
+    assert told in caught.value.message
+
+
+def test_a_clip_that_halves_the_reward_of_success_does_not_go_with_pass_at_k() -> None:
+    with pytest.raises(ConfigError, match=r"needs rewards of 0 or 1, and reward_clip 0\.5 makes others"):
+        load("advantage=pass_at_k", "pass_k=2", "reward_clip=0.5")
+    assert load("advantage=pass_at_k", "pass_k=2", "reward_clip=1").algorithm.reward_clip == 1.0
 
 
 @pytest.mark.parametrize("section", ["3", "[]", "m2po"])
@@ -81,6 +115,7 @@ def test_a_section_that_is_no_mapping_is_refused(section: str) -> None:
 
 
 def test_the_widths_of_gspo_are_those_of_its_paper() -> None:
+    """Review, defect 10: PPO's width of 0.2 hardly ever clips the mean ratio of a sequence."""
     assert (Gspo().eps_clip, Gspo().eps_clip_higher) == (3e-4, 4e-4)
 
 
@@ -102,7 +137,7 @@ def test_the_settings_of_a_loss_by_path_are_free() -> None:
 
 
 def test_the_rule_of_the_authors_brings_their_threshold_and_floors() -> None:
-    """Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
+    """Review, defect 4. Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
     authors, suffix = M2po(m2po_rule="authors"), M2po()
     assert (authors.threshold, authors.floors) == (0.04, (0.3, 0.5))
     assert (suffix.threshold, suffix.floors) == (0.01, (0.0, 0.0))

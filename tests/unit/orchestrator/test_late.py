@@ -15,11 +15,12 @@ from services.common.fates import TOO_OLD, StepFact
 from services.common.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
 from services.orchestrator.batches import Batch
 from services.orchestrator.commands import CancelGroup
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.pool import Held, Replica
 from services.orchestrator.watch import Watch
-from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 
 MODES = ["keep", "mask", "wait", "drop"]
@@ -196,6 +197,55 @@ async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., 
         assert world.ring.counters["sequences_expired"] == 3, "all of their tokens would be masked"
     else:
         assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
+
+
+@pytest.mark.parametrize("late", ["keep", "wait"])  # with the others the last batch waits for it: its siblings count
+async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
+    worlds: Callable[..., World], late: str
+) -> None:
+    """No batch can take it any more, so it is not played to its end while the last step is computed."""
+    world = worlds(run={"steps": 2}, late=late, max_staleness=2)
+    replica, slow = await straggling(world)
+    assert slow.task_group_id in world.ring.groups
+    await world.trainer_side.pull_batch("model0", 2, 5.0)
+    cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
+    assert slow.task_group_id in cancelled
+    assert world.ring.groups == {} and replica.assignments == {}
+    account = world.ring.experience.admission.accounts["model0"]
+    assert (account.running_slots, account.unfinished) == (0, 0)
+    assert not account.has_room(), "and nothing is issued in its place"
+    assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
+    again = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    await world.crash()
+    assert world.ring.groups == {}
+    assert (await world.trainer_side.pull_batch("model0", 2, 5.0)).record == again.record
+    await world.publish(2)
+
+
+async def finish_again(world: World, order: TaskGroupOrder) -> list[RecordOutcome]:
+    return await world.send(trajectory(order.task_group_id, 3, spanning(1.0, 0), reward=1.0))
+
+
+async def test_what_another_policy_can_still_train_is_played_on_after_the_last_batch_of_one(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(policies=("a", "b"), max_staleness=1, run={"steps": 1}, size=4)
+    replica = world.join()
+    for policy in ("a", "b"):
+        await world.publish(0, policy=policy)
+    world.train()
+    (first,) = await world.orders(replica)
+    for i in first.indices[:3]:
+        pair = [sequence(float(i % 2), policy=policy) for policy in ("a", "b")]
+        await world.send(trajectory(first.task_group_id, i, *pair, reward=float(i % 2)))
+    slow = await world.orders(replica)  # while the buffer lacks a batch, one that waits for a sibling holds no place
+    await world.send(
+        trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
+    )
+    await world.trainer_side.pull_batch("a", 1, 5.0)
+    assert slow and set(world.ring.groups) == {order.task_group_id for order in slow}, "b may train it"
+    await world.trainer_side.pull_batch("b", 1, 5.0)
+    assert world.ring.groups == {}
 
 
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(

@@ -108,6 +108,7 @@ def test_the_table_of_quotas_is_what_is_kept() -> None:
 
 
 def test_the_table_of_clipped_shares_is_what_the_losses_clip() -> None:
+    """Review, defect 4: the page cited the paper without saying that its authors' rule clips far less than this one."""
     rows = re.findall(r"^\| (`(?:m2po|authors|ppo_clip)`[^|]*) \| ([\d.]+)% \|$", PAGE, flags=re.MULTILINE)
     settings: list[dict[str, object]] = [
         {"name": "m2po"},

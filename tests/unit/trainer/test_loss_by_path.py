@@ -38,13 +38,15 @@ def returned(tokens: TokenBatch, settings: Mapping[str, Any]) -> object:
             return PolicyLoss(per_token=loss.detach())
         case "a short left_out":
             return PolicyLoss(per_token=loss, left_out=tokens.mask[:1])
+        case "a listed left_out":
+            return PolicyLoss(per_token=loss, left_out=tokens.mask.tolist())  # type: ignore[arg-type]
         case "a nameless count" | "a taken count":
             name = "seen" if settings["as"] == "a nameless count" else "trained_tokens"
             return PolicyLoss(per_token=loss, counts={name: tokens.mask.sum()})
         case "a count of the audit":
             return PolicyLoss(per_token=loss, counts={"zero_gradient_tokens": tokens.mask.sum()})
-        case "a left_out per sequence":
-            return PolicyLoss(per_token=loss, left_out=tokens.mask.all()[None])
+        case "a count of the step":
+            return PolicyLoss(per_token=loss, counts={"left_out_tokens": tokens.mask.sum()})
     assert (tokens.proximal is not None) == settings["as"].startswith("proximal")
     return PolicyLoss(per_token=loss, counts={"seen_tokens": tokens.mask.sum()})
 
@@ -76,10 +78,11 @@ def test_it_gets_proximal_log_probabilities_where_it_asks_for_them() -> None:
         ("a tensor", "returned a Tensor; expected a PolicyLoss"),
         ("a constant", "does not depend on tokens.logprobs"),
         ("a short left_out", r"returned a left_out of shape \[1\] and torch.bool"),
+        ("a listed left_out", "returned a left_out of type list; expected a bool tensor"),
         ("a nameless count", "a count named 'seen'; expected names that end in _tokens"),
         ("a taken count", "a count named 'trained_tokens'"),
         ("a count of the audit", "a count named 'zero_gradient_tokens'"),
-        ("a left_out per sequence", r"returned a left_out of shape \[1\] and torch.bool"),
+        ("a count of the step", "returned a count named 'left_out_tokens'"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_ends_the_step_before_the_optimizer(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,18 @@ def test_a_step_whose_every_update_is_left_out_changes_nothing_and_says_so() -> 
     assert all(torch.equal(before[n], p) for n, p in weights(step).items())
     assert (metrics.updates_applied, metrics.updates_skipped) == (0, 2)
     assert all(math.isfinite(value) for value in metrics.as_dict().values())
+
+
+@pytest.mark.parametrize("settings", [{"early_stop_ratio": 2.0}, {"rejection": [{"upper": 4.0}]}])
+def test_a_minibatch_without_an_update_counts_in_the_means_over_minibatches(settings: dict[str, Any]) -> None:
+    """The second of two is far off: stopped, or rejected as a whole."""
+    sequences = [far_off(s, 3.0 * s.minibatch) for s in on_policy(training_sequences(8, minibatches=2))]
+    metrics = train_step(algorithm("m2po", **settings), optimizer=OptimizerConfig(lr=1e-6)).run(rank_batch(sequences))
+    assert metrics.updates_applied == 1
+    assert metrics.algorithm["m2po_eps_low"] == pytest.approx(0.95), "the bound of both, not their sum"
+    alone = train_step(algorithm("m2po")).run(rank_batch([s for s in sequences if s.minibatch == 0]))
+    if "rejection" in settings:
+        assert metrics.loss == pytest.approx(alone.loss / 2)
 
 
 def without_trained_tokens(item: TrainingSequence) -> TrainingSequence:

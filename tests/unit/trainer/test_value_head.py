@@ -42,7 +42,7 @@ def head_of(step: TrainStep) -> dict[str, torch.Tensor]:
         ({"advantage": "grpo", "value_head": {}}, "value_head is set, but advantage: grpo uses no values"),
         ({"gae_lambda": 0.9}, "gae_lambda 0.9 is for advantage: gae"),
         ({"gamma": 0.9}, "gamma 0.9 needs advantage: gae or reinforce"),
-        ({"advantage": "max_rl", "reward_scale": 2.0}, "reads rewards from 0 to 1"),
+        ({"advantage": "max_rl", "reward_scale": 2.0}, "max_rl needs rewards from 0 to 1: leave reward_bias"),
     ],
 )
 def test_settings_that_the_advantage_does_not_read_are_refused(settings: dict[str, Any], says: str) -> None:
