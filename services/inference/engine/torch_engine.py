@@ -99,7 +99,7 @@ class TorchEngine:
     async def score(self, request: ScoreRequest) -> Logprobs:
         check_score_request(request, context_length=self._context_length, vocab_size=self._core.decoder.vocab_size)
         # No deadline here: its turn comes after the steps and requests before it, and its rollout has a time limit.
-        found = await self._call("score", lambda: self._score(request), timeout_s=None)
+        found = await self._call("score", lambda: self._score(request), bounded=False)
         assert not isinstance(found, MillraceError)  # such an answer is raised
         return found
 
@@ -151,14 +151,14 @@ class TorchEngine:
 
     # -- event loop side ----------------------------------------------------------------------------------------
 
-    async def _call(self, name: str, command: Callable[[], T], timeout_s: float | None = CONTROL_TIMEOUT_S) -> T:
+    async def _call(self, name: str, command: Callable[[], T], *, bounded: bool = True) -> T:
         """Run a command in the engine thread, between two steps; not when its caller has given up meanwhile.
 
         A caller that is gone may have changed the arrays of its update.
         """
         waiter = _Waiter()
         self._post(lambda: self._finished.append((waiter, None if waiter.future.cancelled() else command())), waiter)
-        async with deadline(timeout_s, f"engine {name}"):
+        async with deadline(CONTROL_TIMEOUT_S if bounded else None, f"engine {name}"):
             result: T = await waiter.future
         return result
 
