@@ -165,7 +165,7 @@ def overlong_penalty(case: Case) -> Answer:
 
 
 def distillation(case: Case) -> Answer:
-    teacher: dict[str, Any] = {"teacher": "the oracle's"}
+    teacher: dict[str, Any] = {"teacher_model": "the oracle's"}
     if case.oracle == "rlinf":
         return compared(
             case, run_loss(case, section(case, "reinforce", distillation={**teacher, "student": "behaviour"}))

@@ -97,10 +97,16 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
         policies.add_row(
             name,
             policy.model.path or "made by the warm start",
-            policy.algorithm.name,
-            f"{policy.batch.size} sequences in {policy.batch.minibatches}",
-            f"{policy.batch.max_staleness} ({policy.batch.late})",
-            str(policy.trainer.num_ranks),
+            *(
+                (
+                    policy.algorithm.name,
+                    f"{policy.batch.size} sequences in {policy.batch.minibatches}",
+                    f"{policy.batch.max_staleness} ({policy.batch.late})",
+                    str(policy.trainer.num_ranks),
+                )
+                if policy.trained
+                else ("not trained", "", "", "")
+            ),
         )
     lacking = launch_problems(recipe)
     steps = f"{recipe.run.steps} training steps"
@@ -189,7 +195,7 @@ def _check_warm_start(recipe: Recipe) -> None:
 
 def _check_losses(recipe: Recipe) -> None:
     """A loss that is named by import path is only looked for: its module imports torch, which this process does not."""
-    for policy, section in recipe.policies.items():
+    for policy, section in recipe.trained_policies.items():
         if isinstance(section.algorithm, LossByPath):
             try:
                 check_can_be_loaded(section.algorithm.name)

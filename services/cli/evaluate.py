@@ -48,7 +48,7 @@ def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
 
 def _by_policy(recipe: Recipe, checkpoints: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    playing = recipe.evaluation.policies or list(recipe.policies)
+    playing = recipe.evaluation.policies or recipe.playing_policies
     for checkpoint in checkpoints:
         policy, equals, path = checkpoint.partition("=")
         exports = Path(checkpoint) / "export"

@@ -60,7 +60,7 @@ def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
     }
     sections |= {
         f"policies.{name}.trainer.device": policy.trainer.device
-        for name, policy in recipe.policies.items()
+        for name, policy in recipe.trained_policies.items()
         if recipe.run.steps and not policy.trainer.gpus
     }
     return [

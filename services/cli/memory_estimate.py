@@ -127,7 +127,7 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
         gradients    N m / R            reduced into the master's type
         Adam         2 N m / R          two moments in the master's type; with the optimizer offloaded three buckets of them
         reference    N m / R            only with a KL term; nothing when it is offloaded
-        teacher      N' m / R           only with distillation, of its own size where that is known; likewise
+        teacher      N' m / R           only with a teacher_model, of its own size where that is known; likewise
         gathered     (2 layers + embedding and head) c
         activations  T (layers * hidden * c + one layer's work) with gradient checkpointing, else all layers' work;
                      the work of a layer: (8 hidden + 4 intermediate) c per token
@@ -153,7 +153,9 @@ def trainer_rank_parts(shape: ModelShape, policy: PolicyConfig) -> dict[str, flo
     frozen_here = "reference" not in trainer.offload
     has_reference = policy.algorithm.needs_reference and frozen_here
     distillation = policy.algorithm.distillation
-    teacher = (ModelShape.of(distillation.teacher) or shape) if distillation is not None and frozen_here else None
+    teacher = None
+    if distillation is not None and distillation.teacher_model is not None and frozen_here:
+        teacher = ModelShape.of(distillation.teacher_model) or shape
     parts = {
         "weights": shard,
         "gradients": shard,
@@ -196,7 +198,7 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
     """One for each process that has GPUs of its own; a policy whose size nobody knows is left out."""
     memory = recipe.launch.gpu_memory_gib * GIB
     shapes = {name: ModelShape.of(policy.model.path) for name, policy in recipe.policies.items()}
-    for name, policy in recipe.policies.items():
+    for name, policy in recipe.trained_policies.items():
         shape = shapes[name]
         if shape is None or not policy.trainer.gpus:
             continue

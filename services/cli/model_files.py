@@ -21,19 +21,33 @@ def model_problems(recipe: Recipe) -> list[str]:
     problems = []
     for name, policy in recipe.policies.items():
         named = {f"policies.{name}.model.path": policy.model.path}
-        if policy.algorithm.distillation is not None:
-            named[f"policies.{name}.algorithm.distillation.teacher"] = policy.algorithm.distillation.teacher
+        of_teacher, teacher = _teacher(recipe, name)
+        named |= {of_teacher: teacher} if of_teacher else {}
         folders = {
             where: Path(path).expanduser() for where, path in named.items() if path is not None and _is_local(path)
         }
         found = [
-            f"{where}: {problem}" for where, folder in folders.items() if (problem := _problem(folder)) is not None
+            f"{where}: {problem}"
+            for where, folder in folders.items()
+            if (problem := _problem(folder)) is not None
+            and not (where == of_teacher and name in recipe.teachers)  # told as a policy of its own
         ]
         if not found and len(folders) == 2:
-            own, teacher = folders.values()
-            found = _other_vocabulary(own, teacher, f"policies.{name}.algorithm.distillation.teacher")
+            own, other = folders.values()
+            found = _other_vocabulary(own, other, of_teacher)
         problems += found
     return problems
+
+
+def _teacher(recipe: Recipe, policy: str) -> tuple[str, str | None]:
+    """The key that names a policy's teacher, empty without one, and where the teacher's model is."""
+    distillation = recipe.policies[policy].algorithm.distillation
+    where = f"policies.{policy}.algorithm.distillation"
+    if policy in recipe.teachers:
+        return f"{where}.teacher", recipe.policies[recipe.teachers[policy]].model.path
+    if distillation is not None and distillation.teacher_model is not None:
+        return f"{where}.teacher_model", distillation.teacher_model
+    return "", None
 
 
 def _is_local(path: str) -> bool:

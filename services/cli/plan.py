@@ -38,7 +38,9 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     ]
     trainers = [
         trainer_process(recipe, policy, orchestrator, "--run-dir", str(run_dir), node=node)
-        for policy, section in (recipe.policies.items() if recipe.run.steps else ())  # without steps it only evaluates
+        for policy, section in (
+            recipe.trained_policies.items() if recipe.run.steps else ()
+        )  # without steps it only evaluates
         if node in section.trainer.nodes
     ]
     specs = []

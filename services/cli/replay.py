@@ -26,12 +26,13 @@ def replay_step(run_dir: Path, policy: str | None, training_step: int) -> dict[s
     """
     run_dir = run_dir.resolve()
     recipe = load_resolved(run_dir)
+    trained = list(recipe.trained_policies)
     if policy is None:
-        if len(recipe.policies) > 1:
-            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(recipe.policies)}")
-        policy = next(iter(recipe.policies))
-    elif policy not in recipe.policies:
-        raise ConfigError(f"this run has no policy {policy!r}; write one of {', '.join(recipe.policies)}")
+        if len(trained) > 1:
+            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(trained)}")
+        policy = trained[0]
+    elif policy not in trained:
+        raise ConfigError(f"this run trains no policy {policy!r}; write one of {', '.join(trained)}")
     name = policy
     reader = JournalReader(run_dir / "journal")
     try:

@@ -85,7 +85,9 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
         warm_start(recipe, run_dir, processes, console, stop)
-        shared = {trainer_name(name, 0) for name, policy in recipe.policies.items() if len(policy.trainer.nodes) > 1}
+        shared = {
+            trainer_name(name, 0) for name, policy in recipe.trained_policies.items() if len(policy.trainer.nodes) > 1
+        }
         if shared:
             _tell_other_nodes(recipe, run_dir, console)  # their ranks are waited for
         _start(recipe, run_dir, keys, processes, console, stop, shared)

@@ -121,7 +121,9 @@ def find(recipe: Recipe, process: str, run_dir: Path | None, environment: Mappin
     """The command line of an inference service, a trainer or the gateway of another node, with the address at which it finds
     the orchestrator."""
     kind, _, name = process.partition("-")
-    shares = {trainer_name(p, n): (p, n) for p, section in recipe.policies.items() for n in section.trainer.nodes}
+    shares = {
+        trainer_name(p, n): (p, n) for p, section in recipe.trained_policies.items() for n in section.trainer.nodes
+    }
     gateway = recipe.envgateway if process == "envgateway" else None
     if gateway is None and process not in shares and (kind != "inference" or name not in recipe.inference):
         names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]

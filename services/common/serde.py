@@ -76,6 +76,7 @@ def segment_to_proto(segment: Segment) -> trajectory_pb2.Segment:
         mixed_cache=segment.mixed_cache,
         kept=segment.kept,
         temperature=segment.temperature,
+        teacher_logprobs=segment.teacher_logprobs.astype(_FLOAT32, copy=False).tobytes(),
     )
 
 
@@ -83,8 +84,9 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
     source = _SOURCE_FROM_PROTO.get(proto.source)
     if source is None:
         raise InvalidRequestError(f"segment has no source (got {proto.source})")
-    token_ids, logprobs = proto.token_ids, proto.logprobs  # each access copies the bytes: one each
-    if len(token_ids) % 4 or len(logprobs) % 4:
+    # Each access copies the bytes: one each.
+    token_ids, logprobs, teacher_logprobs = proto.token_ids, proto.logprobs, proto.teacher_logprobs
+    if len(token_ids) % 4 or len(logprobs) % 4 or len(teacher_logprobs) % 4:
         raise InvalidRequestError("token ids and log-probabilities must be whole 4-byte values")
     try:
         return Segment(
@@ -95,6 +97,7 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
             mixed_cache=proto.mixed_cache,
             kept=proto.kept,
             temperature=proto.temperature if proto.HasField("temperature") else None,
+            teacher_logprobs=np.frombuffer(teacher_logprobs, dtype=_FLOAT32),
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None

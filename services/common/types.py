@@ -66,6 +66,8 @@ class Segment:
     mixed_cache: bool = False  # sampled on a KV cache that older weights had computed in part
     kept: bytes = b""  # which tokens could be drawn for each (``kept_tokens``); empty: the whole vocabulary
     temperature: float | None = None  # that they were drawn at; None: the temperature of the recipe's ``sampling``
+    # [num_tokens] float32 by the teacher of the policy (``algorithm.distillation.teacher``); [0] where none was asked
+    teacher_logprobs: Logprobs = field(default_factory=lambda: EMPTY_LOGPROBS)
 
     def __post_init__(self) -> None:
         if self.source is TokenSource.POLICY:
@@ -75,7 +77,12 @@ class Segment:
                 )
             if self.weight_version < 0:
                 raise ValueError(f"policy segment has weight version {self.weight_version}; it must be 0 or more")
-        elif len(self.logprobs) or self.kept:
+            if len(self.teacher_logprobs) not in (0, len(self.token_ids)):
+                raise ValueError(
+                    f"policy segment has {len(self.token_ids)} tokens but {len(self.teacher_logprobs)} log-probabilities "
+                    "of a teacher"
+                )
+        elif len(self.logprobs) or self.kept or len(self.teacher_logprobs):
             raise ValueError("an environment segment carries neither log-probabilities nor kept tokens")
 
     @property
@@ -117,6 +124,7 @@ class Segment:
             token_ids=self.token_ids[:num_tokens],
             logprobs=self.logprobs[:num_tokens],
             kept=kept_tokens.head(self.kept, self.token_ids, num_tokens),
+            teacher_logprobs=self.teacher_logprobs[:num_tokens],
         )
 
 
@@ -165,7 +173,7 @@ class RolloutPhase:
     1.5
     """
 
-    what: str  # generate, create_episode, step, close_episode, execute_code, compute_reward, judge or retry
+    what: str  # generate, score, create_episode, step, close_episode, execute_code, compute_reward, judge, retry
     begin_s: float  # from the rollout's start
     seconds: float
     policy: str = ""  # that generated

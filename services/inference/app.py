@@ -169,6 +169,7 @@ class _Process:
             account=self._account,
             endpoint=self._endpoint,
             timed=rollout.timing,
+            teachers=self._settings.recipe.teachers,
         )
         replica = Replica(
             policies=self._policies,

@@ -1,6 +1,6 @@
 """Playing one slot to its outcome: within its time, again after an infrastructure failure, at the versions required.
 
-    play -> within order.timeout_s: attempt 0, 1, ... infra_retries -> workflow -> outcome, checked
+    play -> within order.timeout_s: attempt 0, 1, ... infra_retries -> workflow -> outcome, checked, scored by teachers
 
 A rollout that outlives its time is the policy's doing (``RolloutTimeoutError``) only where no machinery failed in it or is
 ill, and a generation was all that was waited for at its end: everything else costs the policy nothing.
@@ -13,6 +13,8 @@ import asyncio
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import structlog
 
@@ -28,6 +30,7 @@ from services.common.errors import (
 from services.common.seeds import derived_seed, slot_seed
 from services.common.types import Purpose, TaskGroupOrder
 from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.scoring import Teachers
 from services.inference.scripts.base import Scene
 from services.inference.timing import GENERATE, RolloutClock, TimedGateway
 from services.inference.workflows.base import Endpoint, Gateway, Outcome, Workflow, WorkflowContext
@@ -51,13 +54,16 @@ class Attempts:
         endpoint: Endpoint | None,
         infra_retries: int,
         account: TimeAccount,
+        teachers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """``teachers``: the policies that score what others sampled for training, by the policy that is taught."""
         self._workflows = workflows
         self._policies = policies
         self._gateway = gateway
         self._endpoint = endpoint
         self._infra_retries = infra_retries
         self._account = account
+        self._teachers = Teachers(policies, teachers, account)
         self.num_retries = 0  # since the start of the process
 
     async def play(self, order: TaskGroupOrder, index: int, clock: RolloutClock) -> Outcome:
@@ -125,7 +131,7 @@ class Attempts:
                 purpose=order.purpose,
             )
             for name, policy in self._policies.items()
-            if not order.policies or name in order.policies
+            if (name in order.policies if order.policies else name not in self._teachers.names)
         }
         context = WorkflowContext(
             policies=policies,
@@ -138,7 +144,10 @@ class Attempts:
         )
         outcome = await self._workflows[order.purpose].run(order.task, context)
         _check_outcome(outcome, order.required_versions)
-        return outcome
+        if order.purpose is not Purpose.TRAIN:
+            return outcome
+        prefix = f"{slot}/{attempt}"
+        return replace(outcome, sequences=await self._teachers.scored(outcome.sequences, order.sampling, clock, prefix))
 
     def _check_versions(self, required: Mapping[str, int]) -> None:
         for name, number in required.items():

@@ -70,7 +70,9 @@ def load_policy(
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     script = config.scripted
-    context_length = settings.recipe.policies[policy].model.context_length
+    section = settings.recipe.policies[policy]
+    context_length = section.model.context_length
+    first = -1 if section.trained else 0  # no orders come before the first version is held
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
         num_slots=config.engine_slots or config.num_slots,
@@ -78,18 +80,24 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
         tokens_per_second=script.tokens_per_s,
         latency_s=script.latency_s,
         kv_policy=KvPolicy(config.kv_policy),
-        version=-1,  # no orders come before the first version is held
+        version=first,
         on_tokens=on_tokens,
     )
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=context_length)
-    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine))
+    return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
 
 
 def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     import torch
 
     from services.common.devices import chosen_device
-    from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.common.models import (
+        check_model_matches,
+        check_same_vocabulary,
+        load_model,
+        load_tokenizer,
+        named_weights,
+    )
     from services.inference.engine.forced import ForcedEngine
     from services.inference.engine.torch_engine import TorchEngine
 
@@ -101,9 +109,12 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
     path = settings.recipe.model_path(policy, settings.run_dir)
+    tokenizer = load_tokenizer(path)
+    if (teacher := settings.recipe.teachers.get(policy)) is not None:  # before the weights, which may take long to load
+        other = load_tokenizer(settings.recipe.model_path(teacher, settings.run_dir))
+        check_same_vocabulary(tokenizer, other, f"the teacher {teacher} of {policy}")
     # The mirror must see what the trainer sees: its master type, cast to the published one.
     model = load_model(path, section.trainer.master_dtype)
-    tokenizer = load_tokenizer(path)
     check_model_matches(model, tokenizer=tokenizer)
     mirror = _filled_mirror(policy, settings, named_weights(model))
     model = model.to(getattr(torch, config.dtype))

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import structlog
@@ -68,8 +69,9 @@ class RolloutPlayer:
         account: TimeAccount | None = None,
         endpoint: Endpoint | None = None,
         timed: bool = True,
+        teachers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``timed``: records say what their rollouts did and when."""
+        """``timed``: records say what their rollouts did and when. ``teachers``: by the policy that is taught."""
         self._policies = policies
         self._sink = sink
         self._replica_id = replica_id
@@ -82,6 +84,7 @@ class RolloutPlayer:
             endpoint=endpoint,
             infra_retries=infra_retries,
             account=self._account,
+            teachers=teachers,
         )
         self._timed = timed
         self._slots = asyncio.Semaphore(num_slots)

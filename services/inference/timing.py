@@ -21,6 +21,7 @@ from services.inference.workflows.base import CaseOutcome, Episode, Execution, G
 MAX_PHASES = 512  # of one rollout; what comes after is one phase that says how many
 MAX_DETAIL = 120  # characters
 GENERATE = "generate"  # the phase of a policy's turn
+SCORE = "score"  # the phase in which a teacher looks at what was generated
 
 
 @dataclass(slots=True)

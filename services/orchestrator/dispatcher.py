@@ -46,6 +46,7 @@ class Dispatcher:
         experience: Experience,
         ledgers: Mapping[str, VersionLedger],
         max_staleness: Mapping[str, int],
+        teachers: Mapping[str, str],
         training: TrainingOrders,
         evaluations: Evaluations,
         evaluation: EvaluationConfig,
@@ -59,6 +60,7 @@ class Dispatcher:
         self._experience = experience
         self._ledgers = ledgers
         self._max_staleness = max_staleness
+        self._teachers = teachers
         self._training = training
         self._evaluations = evaluations
         self.evaluators = Evaluators(
@@ -187,8 +189,13 @@ class Dispatcher:
         return True, ""
 
     def _all(self, policies: tuple[str, ...]) -> tuple[str, ...]:
-        """No policy named is all of the run."""
-        return policies or tuple(self._ledgers)
+        """Those of them that are trained; no policy named is all of the run."""
+        return tuple(policy for policy in policies or self._ledgers if policy in self._max_staleness)
+
+    def _served(self, policies: tuple[str, ...]) -> tuple[str, ...]:
+        """What a replica needs for rollouts of these policies: a teacher scores without being named."""
+        taught_by = [self._teachers[policy] for policy in policies if policy in self._teachers]
+        return (*policies, *taught_by) or tuple(self._ledgers)
 
     def _fullness(self, policies: tuple[str, ...]) -> float:
         return max(self._admission.accounts[policy].fullness for policy in self._all(policies))
@@ -245,9 +252,9 @@ class Dispatcher:
         return {p: max(0, self._ledgers[p].newest_number - replica.held[p].number) for p in self._all(policies)}
 
     def may_play(self, replica: Replica, required: Mapping[str, int], policies: tuple[str, ...] = ()) -> bool:
-        """Holds known versions of the policies (none named: all): exactly the required ones, or none too old to be
+        """Holds known versions of the policies (none named: all) and of their teachers: exactly the required ones, or none too old to be
         trained."""
-        for policy in self._all(policies):
+        for policy in self._served(policies):
             ledger = self._ledgers[policy]
             held = replica.held.get(policy)
             if held is None or not ledger.knows(held.number, held.digest):
@@ -255,7 +262,7 @@ class Dispatcher:
             if policy in required:
                 if held.number != required[policy]:
                     return False
-            elif not required and ledger.newest_number - held.number > self._max_staleness[policy]:
+            elif not required and ledger.newest_number - held.number > self._max_staleness.get(policy, 0):
                 return False
         return True
 

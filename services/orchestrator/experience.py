@@ -129,8 +129,9 @@ class Experience:
         self.unfinished = UnfinishedGroups()
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
-        """The policies that a task group may bring sequences for."""
-        return group.order.policies or tuple(self._policies)
+        """The policies that a task group may bring sequences to train for."""
+        named = group.order.policies
+        return tuple(policy for policy in self._policies if not named or policy in named)
 
     def issued(self, group: TaskGroup) -> None:
         """A training group was issued; ``group.born`` says on which versions its slots begin."""
@@ -164,7 +165,7 @@ class Experience:
         """Nothing more is wanted of a training group that is still running."""
         self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
-        for policy, count in _sequences_per_policy(group.trajectories).items():
+        for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
             self.admission.returned(policy, count)
 
@@ -173,7 +174,7 @@ class Experience:
         the advantage groups."""
         policies = self.policies_of(group)
         if isinstance(outcome, Trajectory):
-            self.admission.resolved(_sequences_per_policy([outcome]), policies)
+            self.admission.resolved(self._sequences_per_policy([outcome]), policies)
         else:
             self.admission.given_up(1, policies)
         for policy in policies:
@@ -191,9 +192,13 @@ class Experience:
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         self.unfinished.remove(group)
-        for policy, count in _sequences_per_policy(group.trajectories).items():
+        for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
-        verdicts = [self._take_in(found, group.order.seed) for found in self._rules.groups(group)]
+        verdicts = [
+            self._take_in(found, group.order.seed)
+            for found in self._rules.groups(group)
+            if found.policy in self._policies
+        ]
         if verdicts:
             self._on_judged(group.id, verdicts)
         if not self._buffered[group.id]:
@@ -359,6 +364,7 @@ class Experience:
             del self._buffered[name]
             self._on_closed(name, reason)
 
-
-def _sequences_per_policy(trajectories: Iterable[Trajectory]) -> Counter[str]:
-    return Counter(sequence.policy for trajectory in trajectories for sequence in trajectory.sequences)
+    def _sequences_per_policy(self, trajectories: Iterable[Trajectory]) -> Counter[str]:
+        """Of the policies that are trained."""
+        played = (sequence.policy for trajectory in trajectories for sequence in trajectory.sequences)
+        return Counter(policy for policy in played if policy in self._policies)

@@ -46,7 +46,7 @@ def _too_long(source: TaskSource) -> int:
 
 def _policies(ring: Ring) -> dict[str, float]:
     found: dict[str, float] = {}
-    for policy, ledger in ring.ledgers.items():
+    for policy, ledger in ring.trained_ledgers.items():
         account, batches = ring.experience.admission.accounts[policy], ring.batches[policy]
         found |= {
             f"version/{policy}": float(ledger.newest_number),

@@ -11,7 +11,7 @@ import enum
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import structlog
@@ -46,8 +46,11 @@ class Ingest:
         journal: Journal,
         counters: Counter[str],
         on_resolved: Callable[[TaskGroup, Outcome], None],
+        taught: Collection[str] = (),
     ) -> None:
-        """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones."""
+        """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones; ``taught`` are the policies whose
+        tokens a teacher scores."""
+        self._taught = taught
         self._groups = groups
         self._was_issued = was_issued
         self._ledgers = ledgers
@@ -85,7 +88,7 @@ class Ingest:
     def _store(self, group: TaskGroup, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
         outcome = RecordOutcome.ACCEPTED
         if isinstance(record, Trajectory):
-            fault = find_fault(record, self._ledgers, group.order)
+            fault = find_fault(record, self._ledgers, group.order, self._taught)
             if fault:
                 outcome = RecordOutcome.INVALID
                 self._drop(record, outcome, fault)
@@ -143,7 +146,9 @@ class Ingest:
         )
 
 
-def find_fault(trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], order: TaskGroupOrder) -> str:
+def find_fault(
+    trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], order: TaskGroupOrder, taught: Collection[str] = ()
+) -> str:
     """What is wrong with a trajectory of this task group; empty when nothing is."""
     if not math.isfinite(trajectory.reward):
         return f"the reward is {trajectory.reward}"
@@ -170,6 +175,11 @@ def find_fault(trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], ord
                 return f"a log-probability of {sequence.policy} is not finite"
             if order.purpose is Purpose.TRAIN and (fault := _fault_of_distribution(segment, order.sampling)):
                 return f"a segment of {sequence.policy}: {fault}"
+            if not np.isfinite(segment.teacher_logprobs).all():
+                return f"a log-probability of the teacher of {sequence.policy} is not finite"
+            is_scored = len(segment.teacher_logprobs) == segment.num_tokens
+            if order.purpose is Purpose.TRAIN and sequence.policy in taught and not is_scored:
+                return f"a segment of {sequence.policy} lacks the log-probabilities of its teacher"
     return ""
 
 

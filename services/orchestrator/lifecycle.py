@@ -91,7 +91,7 @@ async def _train(ring: Ring) -> None:
 def _due_evaluation(ring: Ring) -> str | None:
     """The evaluation that should begin: one at a time, the newest multiple; what a slow one ran over is left out."""
     every = ring.recipe.evaluation.every
-    reached = min(ledger.newest_number for ledger in ring.ledgers.values())
+    reached = min(ledger.newest_number for ledger in ring.trained_ledgers.values())
     if not every or ring.evaluations.running or reached >= ring.num_steps:
         return None
     step = reached // every * every
@@ -105,7 +105,7 @@ def _trained(ring: Ring) -> bool:
 
 
 def _all_trained(ring: Ring) -> bool:
-    return all(ledger.newest_number >= ring.num_steps for ledger in ring.ledgers.values())
+    return all(ledger.newest_number >= ring.num_steps for ledger in ring.trained_ledgers.values())
 
 
 def summary(ring: Ring) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def summary(ring: Ring) -> dict[str, Any]:
     return {
         "run_id": ring.run_id,
         "state": ring.control.phase.value,
-        "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ring.ledgers.items()},
+        "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ring.trained_ledgers.items()},
         "evaluations": {result.name: evaluation_values(result) for result in ring.evaluations.results.values()},
         "overlap_share": ring.timeline.overlap_share,
-        "max_staleness": max(batches.staleness_max for batches in ring.batches.values()),
+        "max_staleness": max((batches.staleness_max for batches in ring.batches.values()), default=0),
         "seconds": time.time() - ring.started_at,
         "counters": dict(ring.counters),
         "time": ring.standing.book.summary(),

@@ -69,7 +69,7 @@ def progress(ring: Ring) -> Progress:
     return Progress(
         at=time.time(),
         state=ring.control.state,
-        policies=tuple(_policy(ring, name) for name in ring.ledgers),
+        policies=tuple(_policy(ring, name) for name in ring.trained_ledgers),
         replicas=tuple(_replicas(ring)),
         tokens_per_s=ring.pool.tokens_per_s,
         evaluations=tuple(ring.evaluations.results.values()),
@@ -87,6 +87,10 @@ def waits(ring: Ring) -> list[str]:
     if ring.journal.blocked:
         found.append(f"journal waits for free disk: {ring.journal.blocked}")
     for policy, ledger in ring.ledgers.items():
+        if policy not in ring.batches:
+            if ledger.newest is None:
+                found.append(f"run waits for a replica that serves {policy}")
+            continue
         trainer = ring.trainers.get(policy)
         if trainer is None and not ring.control.ended and ledger.newest_number < ring.num_steps:
             found.append(f"run waits: no trainer of {policy} has joined")

@@ -151,7 +151,7 @@ def _apply_state(ring: Ring, state: dict[str, Any] | None) -> None:
 
 def _refill_replay(ring: Ring, reader: JournalReader) -> None:
     """Trained groups that are young enough to be trained again; their task groups are closed, so nobody parsed them."""
-    for name, policy in ring.recipe.policies.items():
+    for name, policy in ring.recipe.trained_policies.items():
         store, newest = ring.experience.replay[name], ring.batches[name].newest_step
         if store.enabled:
             # Step s trained what was sampled from version s - 1 or before.

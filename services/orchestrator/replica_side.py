@@ -38,10 +38,12 @@ class ReplicaSide:
         return replica
 
     def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
-        """A run that only evaluates has no trainer to publish version 0: the first replica says what it loaded, and every
-        other must hold the same."""
+        """Without a trainer (an untrained policy, a run that only evaluates) nobody publishes version 0: the first replica
+        says what it loaded, and every other must hold the same."""
         ring = self._ring
-        for policy, found in held.items() if not ring.num_steps else ():
+        for policy, found in held.items():
+            if ring.num_steps and policy in ring.batches:
+                continue
             if policy in ring.ledgers and ring.ledgers[policy].newest is None and found.number == 0:
                 ring.adopt_version(WeightVersion(policy=policy, number=0, digest=found.digest))
 

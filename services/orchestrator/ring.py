@@ -83,8 +83,8 @@ class Ring:
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
         self.last_metrics: dict[str, dict[str, float]] = {policy: {} for policy in recipe.policies}
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
-        self.trainers = TrainerLeases(recipe.policies, recipe.orchestrator.lease_s, clock)
-        batch_configs = {name: policy.batch for name, policy in recipe.policies.items()}
+        self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
+        batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
         self.judged_before: set[str] = set()  # task groups whose verdicts an earlier process journaled
         self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
@@ -140,6 +140,7 @@ class Ring:
             experience=self.experience,
             ledgers=self.ledgers,
             max_staleness={name: config.max_staleness for name, config in batch_configs.items()},
+            teachers=recipe.teachers,
             training=self.training_orders,
             evaluations=self.evaluations,
             evaluation=recipe.evaluation,
@@ -148,7 +149,9 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.ingest = Ingest(self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved)
+        self.ingest = Ingest(
+            self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved, recipe.teachers
+        )
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self._changed = asyncio.Event()
 
@@ -230,12 +233,17 @@ class Ring:
     def apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         """What a durable version means; also used when recovering."""
         policy = version.policy
-        if self.ledgers[policy].record(version):
+        if self.ledgers[policy].record(version) and policy in self.batches:
             self.experience.advanced(policy, version.number)
             self.batches[policy].published(version.number)
             self.last_metrics[policy] = dict(metrics)
-            if policy == next(iter(self.ledgers)):  # a step of the run, whatever the other policies do
+            if policy == next(iter(self.batches)):  # a step of the run, whatever the other policies do
                 self.training_orders.curation.advanced()
+
+    @property
+    def trained_ledgers(self) -> dict[str, VersionLedger]:
+        """Of the policies whose versions a trainer publishes."""
+        return {policy: self.ledgers[policy] for policy in self.batches}
 
     def adopt_version(self, version: WeightVersion) -> None:
         """Take a version 0 that nobody publishes for the newest."""
@@ -257,7 +265,7 @@ class Ring:
     def _may_begin(self, training_step: int) -> bool:
         """Whether the recipe lets any policy begin this step by now."""
         behind = training_step - 1
-        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.ledgers.values())
+        return not self.recipe.run.lockstep or all(led.newest_number >= behind for led in self.trained_ledgers.values())
 
     # --- who has gone ------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ def facts(ring: Ring, wall: Callable[[], float] = time.time) -> Facts:
         journal_oldest_s=ring.journal.waiting_s,
         replicas=tuple(_replica(replica) for replica in ring.pool),
         lost=dict(ring.standing.lost),
-        trainers=tuple(_trainer(ring, policy) for policy in ring.ledgers) if ring.num_steps else (),
-        policies=tuple(_policy(ring, policy) for policy in ring.ledgers),
+        trainers=tuple(_trainer(ring, policy) for policy in ring.trained_ledgers) if ring.num_steps else (),
+        policies=tuple(_policy(ring, policy) for policy in ring.trained_ledgers),
         accounts=_live_accounts(ring),
         peers=_peers(ring),
         failures_in_a_row=ring.ingest.failures_in_a_row,
@@ -52,9 +52,11 @@ def own_activity(ring: Ring) -> Activity:
     if not any(replica.takes_work for replica in ring.pool):
         return Activity("waiting for a replica", "inference")
     if missing := [policy for policy, ledger in ring.ledgers.items() if ledger.newest is None]:
-        return Activity("waiting for the first version", f"trainer/{missing[0]}")
-    full = [policy for policy in ring.ledgers if _quota_full(ring, policy)]
-    if full and len(full) == len(ring.ledgers):
+        return Activity(
+            "waiting for the first version", f"trainer/{missing[0]}" if missing[0] in ring.batches else "inference"
+        )
+    full = [policy for policy in ring.trained_ledgers if _quota_full(ring, policy)]
+    if full and len(full) == len(ring.trained_ledgers):
         fullest = max(full, key=lambda policy: ring.experience.admission.accounts[policy].fullness)
         return Activity("waiting for room in the quota", f"trainer/{fullest}")
     busiest = max(ring.pool, key=lambda replica: replica.num_running, default=None)

@@ -171,7 +171,7 @@ class Watch:
 
     def _write_throughput(self) -> None:
         ring = self._ring
-        step = max(ledger.newest_number for ledger in ring.ledgers.values())
+        step = max((ledger.newest_number for ledger in ring.trained_ledgers.values()), default=0)
         values = {
             "tokens_per_s": ring.pool.tokens_per_s,
             "replicas": float(len(ring.pool)),
@@ -195,7 +195,7 @@ class Watch:
         if ring.recipe.orchestrator.retention != "checkpoint":
             return
         steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
-        if len(steps) < len(ring.ledgers) or steps == self._collected_step:
+        if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
         removed = await asyncio.to_thread(collect, ring.journal, steps, live)

@@ -47,8 +47,10 @@ def run_trainer(settings: Settings) -> None:
     watchdog.start(thread.loop)
     run = thread.call(fetch_run(settings.orchestrator))
     policy = settings.policy
-    if policy not in run.recipe.policies:
-        raise UnknownPolicyError(f"no policy {policy!r} in this run; --policy is one of {sorted(run.recipe.policies)}")
+    if policy not in run.recipe.trained_policies:
+        raise UnknownPolicyError(
+            f"no policy {policy!r} in this run; --policy is one of {sorted(run.recipe.trained_policies)}"
+        )
     run_dir = settings.run_dir or run.run_dir
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))

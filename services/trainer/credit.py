@@ -3,7 +3,8 @@
     reward of a token   the sequence's advantage at its last trained token, minus kl_reward_coefficient * (b - ref)
     advantage           discounted sum of these to the end of the sequence, or GAE over the value head's values
     then                normalised over the global batch, where that is asked for
-    beside it           the teacher's log-probabilities, which join when a loss needs the advantage (``distillation``)
+    beside it           the teacher's log-probabilities, which join when a loss needs the advantage (``distillation``);
+                        they come with the sequences, or from a model that is held here
 
 KL in the reward is k1 (b is what the engine sampled with): unlike in a loss it has the right gradient here, because it
 goes through the score function, and every token pays for what follows it (REINFORCE++, arXiv 2501.03262). Values are of
@@ -125,8 +126,9 @@ def _credited(
         rewards = rewards - config.kl_reward_coefficient * kl.double()
     if models.teacher is not None:
         teacher, _ = forward(models.teacher, batch, temperature)
-        sums.add("distillation_kl", (batch.behaviour - teacher).sum(dtype=torch.float64))
         batch = replace(batch, teacher=teacher)
+    if config.distillation is not None and batch.teacher is not None:
+        sums.add("distillation_kl", (batch.behaviour - batch.teacher).sum(dtype=torch.float64))
     if config.advantage == "gae":
         _, _, values = forward_with_values(models.policy, batch, temperature)
         assert values is not None

@@ -61,6 +61,9 @@ class MicroTensors:
             num_sequences=batch.num_documents,
             is_dummy=batch.is_dummy,
             drawn=_drawn(batch, device, dtype),
+            teacher=None
+            if batch.teacher is None
+            else torch.as_tensor(batch.teacher[targets], dtype=dtype, device=device),
         )
 
 

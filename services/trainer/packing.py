@@ -39,6 +39,7 @@ class Document:
     advantage: float = 0.0
     kept: KeptSets | None = None  # of all tokens; None: each trained one was drawn from the whole vocabulary
     temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], NaN where it is the recipe's; None: everywhere
+    teacher: Logprobs | None = None  # [num_tokens] by the policy's teacher, 0 where the mask is false; None: not asked
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +98,7 @@ class Document:
             advantage=advantage,
             kept=kept,
             temperatures=temperatures,
+            teacher=_teacher_of(segments, item.sequence_id),
         )
 
 
@@ -105,6 +107,18 @@ def _kept_of(segment: Segment, sequence_id: str) -> KeptSets:
         return unpack(segment.kept, segment.token_ids)
     except ValueError as error:
         raise InvalidRequestError(f"sequence {sequence_id}: {error}") from None
+
+
+def _teacher_of(segments: Seq[Segment], sequence_id: str) -> Logprobs | None:
+    policy = [s for s in segments if s.is_policy]
+    if not any(len(s.teacher_logprobs) for s in policy):
+        return None
+    if lacking := [s for s in policy if not len(s.teacher_logprobs)]:
+        raise InvalidRequestError(
+            f"sequence {sequence_id}: {len(lacking)} of {len(policy)} policy segments lack the teacher's log-probabilities"
+        )
+    own = [s.teacher_logprobs if s.is_policy else np.zeros(s.num_tokens, dtype=np.float32) for s in segments]
+    return np.concatenate(own)
 
 
 def _check_first_token(loss_mask: Bools, name: str) -> None:
@@ -129,6 +143,7 @@ class MicroBatch:
     sources: Ints  # [num_documents], index of the document in the list that was packed, or DUMMY_SOURCE
     kept: KeptSets | None = None  # of all tokens, as of a document
     temperatures: npt.NDArray[np.float64] | None = None  # [num_tokens], as of a document
+    teacher: Logprobs | None = None  # [num_tokens], as of a document
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +218,7 @@ def _lay_out(documents: Seq[Document], sources: Seq[int]) -> MicroBatch:
         sources=np.array(sources, dtype=np.int64),
         kept=_joined_kept(documents),
         temperatures=_joined_temperatures(documents),
+        teacher=_joined_teacher(documents),
     )
 
 
@@ -218,3 +234,13 @@ def _joined_temperatures(documents: Seq[Document]) -> npt.NDArray[np.float64] | 
     return np.concatenate(
         [np.full(d.num_tokens, np.nan) if d.temperatures is None else d.temperatures for d in documents]
     )
+
+
+def _joined_teacher(documents: Seq[Document]) -> Logprobs | None:
+    """Of a dummy, nobody was asked; of what is taught, everything was."""
+    if all(d.teacher is None for d in documents):
+        return None
+    if any(d.teacher is None and d.num_trained_tokens for d in documents):
+        raise InvalidRequestError("a batch has sequences with and without a teacher's log-probabilities")
+    own = [np.zeros(d.num_tokens, dtype=np.float32) if d.teacher is None else d.teacher for d in documents]
+    return np.concatenate(own)

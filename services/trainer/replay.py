@@ -56,8 +56,10 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
         UnknownPolicyError, InvalidRequestError: there is no such policy or step.
         ConfigError: the policy is trained by several ranks, whose sums have another order.
     """
-    if policy not in recipe.policies:
-        raise UnknownPolicyError(f"no policy {policy!r} in this run; it has {', '.join(sorted(recipe.policies))}")
+    if policy not in recipe.trained_policies:
+        raise UnknownPolicyError(
+            f"no policy {policy!r} in this run; it has {', '.join(sorted(recipe.trained_policies))}"
+        )
     if not 1 <= training_step <= recipe.run.steps:
         raise InvalidRequestError(f"step {training_step}: the steps of this run are 1 to {recipe.run.steps}")
     num_ranks = recipe.policies[policy].trainer.num_ranks

@@ -70,10 +70,12 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
 
     distillation = config.algorithm.distillation
     teacher = None
-    if distillation is not None:
+    if distillation is not None and distillation.teacher_model is not None:
         # Before its weights: those may take long to load.
-        check_same_vocabulary(tokenizer, load_tokenizer(distillation.teacher), f"the teacher {distillation.teacher}")
-        teacher = frozen(distillation.teacher)
+        check_same_vocabulary(
+            tokenizer, load_tokenizer(distillation.teacher_model), f"the teacher {distillation.teacher_model}"
+        )
+        teacher = frozen(distillation.teacher_model)
         check_model_matches(teacher.causal_lm, tokenizer=tokenizer)
     step = TrainStep(
         model,

@@ -74,8 +74,10 @@ class TrainStep:
                 f"algorithm.kl_coefficient is {config.kl_coefficient} and kl_reward_coefficient "
                 f"{config.kl_reward_coefficient}: one above 0 needs a reference model"
             )
-        if (config.distillation is None) != (teacher is None):
-            raise ConfigError("algorithm.distillation and a teacher model belong together: one of them is missing")
+        if (config.distillation is not None and config.distillation.teacher_model is not None) != (teacher is not None):
+            raise ConfigError(
+                "algorithm.distillation.teacher_model and a teacher model belong together: one of them is missing"
+            )
         if (config.value_head is None) != (model.value_head is None):
             raise ConfigError(
                 "algorithm.value_head and a model with a value head belong together: one of them is missing"
@@ -155,7 +157,9 @@ class TrainStep:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
-            minibatches[item.minibatch].append(Document.from_training_sequence(item, advantage))
+            document = Document.from_training_sequence(item, advantage)
+            self._check_taught(item.sequence_id, document)
+            minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
         if not has_credit:
             return packed
@@ -168,6 +172,13 @@ class TrainStep:
             temperature=self._temperature,
             on_progress=self.on_progress,
         )
+
+    def _check_taught(self, sequence_id: str, document: Document) -> None:
+        """A token that the teacher did not score would silently be trained on the task alone."""
+        distillation = self.config.distillation
+        asked = distillation is not None and distillation.teacher is not None
+        if asked and document.teacher is None and document.num_trained_tokens:
+            raise InvalidRequestError(f"sequence {sequence_id} lacks the log-probabilities of the teacher")
 
     def _everywhere(self, own: Moments) -> Moments:
         """Of all ranks' numbers."""

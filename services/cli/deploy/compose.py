@@ -114,7 +114,7 @@ class _Node:
         recipe = self.layout.recipe
         devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
         devices |= {
-            f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.policies.items()
+            f"policies.{name}.trainer.device": policy.trainer.device for name, policy in recipe.trained_policies.items()
         }
         forced = tuple(f"{where}=cuda" for where, device in devices.items() if device == "cpu")
         gpus = {

@@ -133,7 +133,8 @@ class _Reading:
             return
         self._num_issued += 1
         self._positions = max(self._positions, record["position"] + 1)
-        policies = record["policies"] or list(self._versions)
+        # Those that it was born for are trained; journals of an earlier release name none.
+        policies = record["policies"] or list(records.born_from_json(record)) or list(self._versions)
         steps = {policy: self._versions.get(policy, 0) + 1 for policy in policies}
         self._open[row.key] = Group(steps=steps, num_slots=record["num_slots"])
         for key in steps.items():

@@ -16,6 +16,7 @@ from services.common.errors import ConfigError
 
 COLORS = {
     "generate": "#4477aa",
+    "score": "#66ccee",
     "create_episode": "#ccbb44",
     "step": "#ee7733",
     "close_episode": "#ccbb44",
@@ -27,6 +28,7 @@ COLORS = {
 }
 LABELS = {
     "generate": "generating",
+    "score": "scoring by a teacher",
     "create_episode": "opening, closing an episode",
     "close_episode": "opening, closing an episode",
     "step": "environment, code",

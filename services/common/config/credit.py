@@ -26,16 +26,28 @@ class ValueHeadConfig(Section):
 
 
 class DistillationConfig(Section):
-    """A teacher that pays the student's own tokens by how likely it finds them."""
+    """A teacher that pays the student's own tokens by how likely it finds them. It has the policy's tokenizer."""
 
-    teacher: str = Field(min_length=1)
-    """Model directory or hub name. The trainer loads it beside the policy, frozen; it must have the policy's tokenizer."""
+    teacher: str | None = Field(default=None, min_length=1)
+    """A policy of the recipe with `trained: false`. The replica that plays a rollout has the teacher's engine score it."""
+    teacher_model: str | None = Field(default=None, min_length=1)
+    """Instead of `teacher`, a model directory or hub name that the trainer itself holds beside the policy, frozen: for
+    truncated sampling, and for engines that cannot score."""
     coefficient: float = Field(default=1.0, gt=0.0)
     """Weight of log p(teacher) - log p(student) in the advantage of each token."""
     task_coefficient: float = Field(default=0.0, ge=0.0)
     """Weight of the task's own advantage beside it; 0 distils and leaves rewards aside."""
     student: Literal["current", "behaviour"] = "current"
     """Whose log-probability the teacher's is compared with: that of the policy being trained, or of the one that sampled."""
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> DistillationConfig:
+        if (self.teacher is None) == (self.teacher_model is None):
+            raise ValueError(
+                "distillation needs one teacher: write teacher, a policy of the recipe that is not trained, or teacher_model, "
+                "a model that the trainer loads"
+            )
+        return self
 
 
 class CreditConfig(Section):

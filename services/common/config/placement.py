@@ -32,6 +32,7 @@ def gpu_claims(inference: Mapping[str, InferenceConfig], policies: Mapping[str, 
     claims += [
         GpuClaim(where=f"policies.{name}.trainer.gpus", node=node, gpus=tuple(policy.trainer.gpus))
         for name, policy in policies.items()
+        if policy.trained
         for node in policy.trainer.nodes
     ]
     return [claim for claim in claims if claim.gpus]
@@ -51,7 +52,8 @@ def check_placement(inference: Mapping[str, InferenceConfig], policies: Mapping[
     for name, service in inference.items():
         _check_service(f"inference.{name}", service, service.policies or list(policies))
     for name, policy in policies.items():
-        _check_trainer(f"policies.{name}.trainer", policy)
+        if policy.trained:
+            _check_trainer(f"policies.{name}.trainer", policy)
     holders: dict[tuple[int, int], str] = {}
     for claim in gpu_claims(inference, policies):
         for gpu in claim.gpus:

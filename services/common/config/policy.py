@@ -170,7 +170,7 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     offload: list[Literal["optimizer", "reference"]] = []
     """What waits in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the models
-    of the KL term and of a teacher, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
+    of the KL term and of a `teacher_model`, brought over layer by layer for each forward pass. Frees GPU memory, costs time; the result is the same."""
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
     """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
     the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
@@ -222,6 +222,10 @@ class WeightsConfig(Section):
 
 
 class PolicyConfig(Section):
+    trained: bool = True
+    """False: served as its checkpoint is, version 0 for the whole run: a teacher (`algorithm.distillation`) or a partner
+    that stays as it is. No trainer, batches or quota; of the sections below only `model`, `weights.publish_dtype`,
+    `weights.digest` and `trainer.master_dtype` count, which say how the checkpoint is cast."""
     model: ModelConfig = ModelConfig()
     """The model."""
     algorithm: LossConfig = M2po()

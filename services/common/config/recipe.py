@@ -89,6 +89,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
         self._check_policies_are_served()
+        self._check_trained()
+        self._check_teachers()
         self._check_models()
         self._check_batches()
         self._check_ports()
@@ -190,6 +192,52 @@ class Recipe(Section):
                 "leave inference.<name>.policies of one of them empty, or set rollout.policies to apart"
             )
 
+    def _check_trained(self) -> None:
+        if self.run.steps and not self.trained_policies:
+            raise ValueError(
+                f"run.steps is {self.run.steps}, but trained is false for each of {sorted(self.policies)}: leave it out of "
+                "the policy to train, or set run.steps to 0"
+            )
+
+    def _check_teachers(self) -> None:
+        for student, name in self.teachers.items():
+            where = f"policies.{student}.algorithm.distillation.teacher"
+            teacher = self.policies.get(name)
+            if teacher is None:
+                raise ValueError(
+                    f"{where} is {name!r}, which is no policy of this recipe (it has {sorted(self.policies)}): add "
+                    f"policies.{name} with trained: false, or name a model in teacher_model, which the trainer then loads"
+                )
+            if teacher.trained:
+                raise ValueError(f"{where} is {name!r}, which is trained itself: write policies.{name}.trained: false")
+            own = self.policies[student].model.context_length
+            if teacher.model.context_length < own:
+                raise ValueError(
+                    f"policies.{name}.model.context_length ({teacher.model.context_length}) is below the {own} of {student}, "
+                    f"whose sequences {name} scores: write {own}"
+                )
+            if cuts := self.sampling.cuts():
+                raise ValueError(
+                    f"sampling has {', '.join(cuts)}, and {where} scores tokens over the whole vocabulary: write top_p 1, "
+                    "top_k 0, min_p 0 and min_new_tokens 0, or name the teacher's model in teacher_model instead"
+                )
+            self._check_teacher_is_served(student, name, where)
+
+    def _check_teacher_is_served(self, student: str, teacher: str, where: str) -> None:
+        for name, service in self.inference.items():
+            if service.policies and student not in service.policies:
+                continue
+            if service.policies and teacher not in service.policies:
+                raise ValueError(
+                    f"inference.{name}.policies has {student!r} without its teacher {teacher!r} ({where}): add it, the "
+                    "replica that plays a rollout scores it"
+                )
+            if service.engine == "sglang":
+                raise ValueError(
+                    f"{where} is {teacher!r}, and the sglang engine of inference.{name} cannot score tokens: write "
+                    f"inference.{name}.engine torch, or name the teacher's model in teacher_model instead"
+                )
+
     def _check_models(self) -> None:
         for name in self.warm_start:
             if name not in self.policies:
@@ -211,7 +259,7 @@ class Recipe(Section):
                 )
 
     def _check_batches(self) -> None:
-        for name, policy in self.policies.items():
+        for name, policy in self.trained_policies.items():
             if policy.batch.minibatches > policy.batch.size:
                 raise ValueError(
                     f"policies.{name}.batch.minibatches ({policy.batch.minibatches}) exceeds batch.size "
@@ -256,22 +304,42 @@ class Recipe(Section):
                     f"{', '.join(self.processes_with_metrics())}"
                 )
 
+    @property
+    def trained_policies(self) -> dict[str, PolicyConfig]:
+        """The policies that have a trainer, batches and a quota."""
+        return {name: policy for name, policy in self.policies.items() if policy.trained}
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each trained policy that is taught by a policy of the recipe."""
+        settings = {name: policy.algorithm.distillation for name, policy in self.trained_policies.items()}
+        return {
+            name: found.teacher for name, found in settings.items() if found is not None and found.teacher is not None
+        }
+
+    @property
+    def playing_policies(self) -> list[str]:
+        """Those that rollouts may ask to generate unless they name their policies: a teacher only scores."""
+        return [name for name in self.policies if name not in self.teachers.values()]
+
     def compositions(self) -> list[tuple[str, ...]]:
-        """The policies of one training rollout, for each kind of rollout there is; () is all of them."""
-        return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.policies]
+        """The policies of one training rollout, for each kind of rollout there is; () is all that play."""
+        return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.trained_policies]
 
     def evaluation_compositions(self) -> list[tuple[str, ...]]:
         """The same of evaluation."""
         chosen = tuple(self.evaluation.policies)
         if self.rollout.policies == "apart":
-            return [(policy,) for policy in chosen or self.policies]
+            return [(policy,) for policy in chosen or self.trained_policies]
         return [chosen]
 
     def nodes(self) -> list[int]:
         """The nodes that it names, 0 first."""
         named = {service.node for service in self.inference.values()}
         named |= {self.envgateway.node} if self.envgateway else set()
-        return sorted({0, *named, *(node for policy in self.policies.values() for node in policy.trainer.nodes)})
+        return sorted(
+            {0, *named, *(node for policy in self.trained_policies.values() for node in policy.trainer.nodes)}
+        )
 
     def ports(self) -> list[tuple[str, int]]:
         """Every port of the recipe with the key that sets it, whatever the node; 0 takes a free one."""
@@ -284,7 +352,7 @@ class Recipe(Section):
         ]
         if self.envgateway:
             ports.append(("envgateway.port", self.envgateway.port))
-        for name, policy in self.policies.items():
+        for name, policy in self.trained_policies.items():
             ports.append((f"policies.{name}.trainer.port", policy.trainer.port))
             ports.append((f"policies.{name}.trainer.rendezvous_port", policy.trainer.rendezvous_port))
             ports.append((f"policies.{name}.weights.port", policy.weights.port))
@@ -294,7 +362,7 @@ class Recipe(Section):
 
     def processes_with_metrics(self) -> list[str]:
         """Everything that serves metrics, by the names that `metrics.ports` knows."""
-        trainers = [f"{kind}-{policy}" for policy in self.policies for kind in ("trainer", "publisher")]
+        trainers = [f"{kind}-{policy}" for policy in self.trained_policies for kind in ("trainer", "publisher")]
         inference = [f"inference-{name}" for name in self.inference]
         return ["orchestrator", *inference, *trainers, *(["envgateway", "worker"] if self.envgateway else [])]
 
@@ -321,7 +389,9 @@ class Recipe(Section):
         """Every bind address, by its path in the recipe."""
         found = {"orchestrator.host": self.orchestrator.host}
         found |= {f"inference.{name}.host": service.host for name, service in self.inference.items()}
-        found |= {f"policies.{name}.weights.host": policy.weights.host for name, policy in self.policies.items()}
+        found |= {
+            f"policies.{name}.weights.host": policy.weights.host for name, policy in self.trained_policies.items()
+        }
         if self.envgateway:
             found["envgateway.host"] = self.envgateway.host
         return found

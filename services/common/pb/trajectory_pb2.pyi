@@ -119,6 +119,7 @@ class Segment(google.protobuf.message.Message):
     MIXED_CACHE_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
+    TEACHER_LOGPROBS_FIELD_NUMBER: builtins.int
     source: Global___TokenSource.ValueType
     """Who wrote these tokens."""
     token_ids: builtins.bytes
@@ -137,6 +138,10 @@ class Segment(google.protobuf.message.Message):
     """
     temperature: builtins.float
     """The temperature that they were drawn at; absent: that of the recipe."""
+    teacher_logprobs: builtins.bytes
+    """Log-probabilities of these tokens by the teacher of the policy, at the temperature that they were
+    drawn at, little-endian float32, as many as token ids; empty where no teacher was asked.
+    """
     def __init__(
         self,
         *,
@@ -147,9 +152,10 @@ class Segment(google.protobuf.message.Message):
         mixed_cache: builtins.bool = ...,
         kept: builtins.bytes = ...,
         temperature: builtins.float | None = ...,
+        teacher_logprobs: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "kept", b"kept", "logprobs", b"logprobs", "mixed_cache", b"mixed_cache", "source", b"source", "temperature", b"temperature", "token_ids", b"token_ids", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_temperature", b"_temperature", "kept", b"kept", "logprobs", b"logprobs", "mixed_cache", b"mixed_cache", "source", b"source", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "token_ids", b"token_ids", "weight_version", b"weight_version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
 
 Global___Segment: typing_extensions.TypeAlias = Segment

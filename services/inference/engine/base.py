@@ -14,7 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.types import Sampling, Segment
+import numpy as np
+import numpy.typing as npt
+
+from services.common.types import Logprobs, Sampling, Segment, TokenIds
 from services.inference.engine.weight_update import WeightUpdate
 
 Watch = Callable[[int], bool]  # is told each token as it is sampled; True ends the generation with that token
@@ -64,6 +67,16 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """What tokens that somebody else sampled are to be scored: those at ``positions``, given all before them."""
+
+    request_id: str
+    token_ids: TokenIds  # [num_tokens] of the whole sequence
+    positions: npt.NDArray[np.int64]  # [num_scored], ascending, from 1 on: no token precedes the first
+    temperatures: npt.NDArray[np.float32]  # [num_scored] that they were drawn at, above 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     ok: bool
     detail: str
@@ -80,6 +93,11 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one continuation. Cancelling the awaiting task aborts the request."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Logprobs:
+        """Log-probabilities [num_scored] of given tokens over the whole vocabulary, each at its temperature, under the weights
+        held now. ``ConfigError`` where the engine cannot; cancelling the awaiting task withdraws the request."""
         ...
 
     async def abort(self, request_id: str) -> None:

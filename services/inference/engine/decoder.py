@@ -4,8 +4,9 @@ It owns the tensors: query, key and value weights lie in one matrix, gate and up
 model it was built from keeps working on views of them, so there is one copy of the weights and both always agree.
 It knows nothing about requests, sampling or versions: callers say which slots to read and write.
 
-Two entry points: ``extend`` computes the KV of many tokens of some slots (no logits: the last token of a
-sequence is always left to ``decode``), ``decode`` feeds one token to each slot of a leading range.
+Entry points: ``extend`` computes the KV of many tokens of some slots (no logits: the last token of a
+sequence is always left to ``decode``), ``decode`` feeds one token to each slot of a leading range, ``score`` says how
+likely given tokens are and leaves the cache alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from services.inference.engine.kv_cache import KvCache
 from services.inference.engine.weight_update import WeightUpdate
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SCORED_AT_ONCE = 512  # positions whose logits exist at once while a sequence is scored
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -166,6 +168,31 @@ class Decoder:
             attended = attended.transpose(1, 2).reshape(rows * width, heads * head_dim)
             x += F.linear(attended, layer.output, layer.output_bias)
             self._feed_forward(layer, x)
+
+    def score(self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [num_scored] in float32 of ``tokens`` [num_tokens] at ``positions``, each at its temperature.
+
+        A causal pass over one sequence, apart from the cache; logits exist for SCORED_AT_ONCE positions at a time.
+        """
+        num_tokens = len(tokens)
+        heads, head_dim = self.heads, self.head_dim
+        cos, sin = self._cos[:num_tokens, None, :], self._sin[:num_tokens, None, :]
+        x = F.embedding(tokens, self._embedding)  # [num_tokens, hidden]
+        for layer in self._layers:
+            qk, v = self._project(layer, x, cos, sin)
+            query, key, value = (part.transpose(0, 1)[None] for part in (qk[:, :heads], qk[:, heads:], v))
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            attended = attended[0].transpose(0, 1).reshape(num_tokens, heads * head_dim)
+            x += F.linear(attended, layer.output, layer.output_bias)
+            self._feed_forward(layer, x)
+        x = self._norm(x[positions - 1], self._final_norm)
+        found = []
+        for rows in range(0, len(positions), SCORED_AT_ONCE):
+            part = slice(rows, rows + SCORED_AT_ONCE)
+            logits = F.linear(x[part], self._head).float().div_(temperatures[part, None])
+            wanted = logits.gather(1, tokens[positions[part], None])
+            found.append((wanted - logits.logsumexp(dim=-1, keepdim=True))[:, 0])
+        return torch.cat(found) if found else torch.zeros(0, device=self.device)
 
     def _decode_mask(self, positions: torch.Tensor, bucket: Bucket) -> torch.Tensor:
         """Additive [rows, 1, 1, width]; made once per step, where a boolean one is converted in every layer."""

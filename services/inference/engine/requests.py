@@ -6,7 +6,7 @@ Knows the context and vocabulary of an engine, nothing of how it generates.
 from __future__ import annotations
 
 from services.common.errors import InvalidRequestError, PromptTooLongError
-from services.inference.engine.base import GenerationRequest
+from services.inference.engine.base import GenerationRequest, ScoreRequest
 
 
 def check_request(
@@ -49,6 +49,28 @@ def check_request(
         problem = "it says which tokens to emit, and this engine chooses them itself; write engine: forced"
     if problem:
         raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
+
+
+def check_score_request(request: ScoreRequest, *, context_length: int, vocab_size: int | None = None) -> None:
+    """``PromptTooLongError`` or ``InvalidRequestError`` with the value that is wrong; no vocabulary, no id check."""
+    tokens, positions, temperatures = request.token_ids, request.positions, request.temperatures
+    if len(tokens) > context_length:
+        raise PromptTooLongError(
+            f"a sequence to score has {len(tokens)} tokens, the context only {context_length}",
+            prompt_tokens=str(len(tokens)),
+            context_tokens=str(context_length),
+        )
+    problem = ""
+    if len(positions) and not 1 <= int(positions.min()) <= int(positions.max()) < len(tokens):
+        problem = f"positions {positions.min()}…{positions.max()} are not within 1…{len(tokens) - 1}"
+    elif len(temperatures) != len(positions):
+        problem = f"it has {len(temperatures)} temperatures for {len(positions)} positions"
+    elif not (temperatures > 0).all():
+        problem = f"a temperature is {temperatures.min()}; tokens that were not drawn have no log-probability"
+    elif vocab_size is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        problem = f"it has token ids outside 0…{vocab_size - 1}"
+    if problem:
+        raise InvalidRequestError(f"score request {request.request_id!r}: {problem}")
 
 
 def _problem_with_forced(request: GenerationRequest, vocab_size: int | None) -> str:

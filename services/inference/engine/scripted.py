@@ -23,8 +23,15 @@ import xxhash
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.importing import load_object
 from services.common.types import Logprobs, Segment, TokenIds
-from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
-from services.inference.engine.requests import check_request
+from services.inference.engine.base import (
+    EngineHealth,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    KvPolicy,
+    ScoreRequest,
+)
+from services.inference.engine.requests import check_request, check_score_request
 from services.inference.engine.weight_update import WeightUpdate, check_update
 
 Script = Callable[[GenerationRequest], Sequence[int] | npt.NDArray[np.integer[Any]]]
@@ -121,6 +128,15 @@ class ScriptedEngine:
             return self._result(entry)
         finally:
             self._release(entry)
+
+    async def score(self, request: ScoreRequest) -> Logprobs:
+        """A fixed function of each token and the one before it, in (-3, 0)."""
+        if self._failure is not None:
+            raise InfrastructureError(f"engine: {self._failure}")
+        check_score_request(request, context_length=self._context_length)
+        tokens = request.token_ids.astype(np.int64)
+        tokens[1:] += 31 * tokens[:-1]
+        return scripted_logprobs(tokens)[request.positions]
 
     async def abort(self, request_id: str) -> None:
         if entry := self._by_id.get(request_id):
@@ -260,7 +276,7 @@ class ScriptedEngine:
             entry.changed.set()
 
 
-def scripted_logprobs(tokens: TokenIds) -> Logprobs:
+def scripted_logprobs(tokens: npt.NDArray[np.integer[Any]]) -> Logprobs:
     """A fixed function of token and place, in (-3, 0)."""
     mixed = tokens.astype(np.int64) * 2654435761 + np.arange(len(tokens), dtype=np.int64) * 40503
     return np.asarray(-0.05 - (mixed % 1021) / 1021 * 2.9, dtype=np.float32)

@@ -18,15 +18,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import structlog
 import torch
 
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
-from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy
+from services.common.types import Logprobs
+from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy, ScoreRequest
 from services.inference.engine.core import Core, Counters, Entry
 from services.inference.engine.decoder import Decoder
-from services.inference.engine.requests import check_request
+from services.inference.engine.requests import check_request, check_score_request
 from services.inference.engine.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -94,6 +96,13 @@ class TorchEngine:
             self._post_quietly(lambda: self._core.withdraw(entry))
             raise
 
+    async def score(self, request: ScoreRequest) -> Logprobs:
+        check_score_request(request, context_length=self._context_length, vocab_size=self._core.decoder.vocab_size)
+        # No deadline here: its turn comes after the steps and requests before it, and its rollout has a time limit.
+        found = await self._call("score", lambda: self._score(request), bounded=False)
+        assert not isinstance(found, MillraceError)  # such an answer is raised
+        return found
+
     async def abort(self, request_id: str) -> None:
         await self._call("abort", lambda: self._core.abort(request_id))
 
@@ -142,14 +151,14 @@ class TorchEngine:
 
     # -- event loop side ----------------------------------------------------------------------------------------
 
-    async def _call(self, name: str, command: Callable[[], T]) -> T:
+    async def _call(self, name: str, command: Callable[[], T], *, bounded: bool = True) -> T:
         """Run a command in the engine thread, between two steps; not when its caller has given up meanwhile.
 
         A caller that is gone may have changed the arrays of its update.
         """
         waiter = _Waiter()
         self._post(lambda: self._finished.append((waiter, None if waiter.future.cancelled() else command())), waiter)
-        async with deadline(CONTROL_TIMEOUT_S, f"engine {name}"):
+        async with deadline(CONTROL_TIMEOUT_S if bounded else None, f"engine {name}"):
             result: T = await waiter.future
         return result
 
@@ -198,6 +207,18 @@ class TorchEngine:
             self._core.step()
         self._deliver()
         return True
+
+    def _score(self, request: ScoreRequest) -> Logprobs | MillraceError:
+        decoder = self._core.decoder
+        found = decoder.score(
+            torch.from_numpy(request.token_ids.astype(np.int64)).to(decoder.device),
+            torch.from_numpy(request.positions).to(decoder.device),
+            torch.from_numpy(request.temperatures).to(decoder.device),
+        )
+        logprobs: Logprobs = found.cpu().numpy()
+        if np.isfinite(logprobs).all():
+            return logprobs
+        return InfrastructureError(f"scores are not finite under weight version {self.version}")
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -12,14 +12,17 @@ from services.common.types import FetchPlan, WeightTransfer, WeightVersion
 from services.inference.engine.base import Engine
 from services.inference.engine.weight_update import WeightUpdate
 
+CHECKPOINT_DIGEST = "scripted"  # of the version 0 that nobody announces; every replica without weights has the same
+
 
 class AnnouncedVersions:
-    """One policy of one replica. Holds nothing (version -1) until the first announcement."""
+    """One policy of one replica. Holds nothing (version -1) until the first announcement; of a policy that is not trained,
+    version 0 from the start."""
 
-    def __init__(self, policy: str, engine: Engine) -> None:
+    def __init__(self, policy: str, engine: Engine, first: int = -1) -> None:
         self._engine = engine
         self.account = TimeAccount(f"weights/{policy}", rest=Activity("up to date"))
-        self._held = WeightVersion(policy=policy, number=-1, digest="")
+        self._held = WeightVersion(policy=policy, number=first, digest=CHECKPOINT_DIGEST if first == 0 else "")
         self._wanted = self._held
         self._changed = asyncio.Event()
 
@@ -30,7 +33,7 @@ class AnnouncedVersions:
             self._changed.set()
 
     def held(self) -> WeightVersion:
-        """What the engine stamps on its tokens; number -1 before the first announcement."""
+        """What the engine stamps on its tokens; number -1 before the first announcement of a trained policy."""
         return self._held
 
     def gauges(self) -> dict[str, float]:

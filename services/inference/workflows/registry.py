@@ -71,7 +71,7 @@ def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], rec
     if names is None:
         return
     for composition in compositions:
-        present = composition or tuple(recipe.policies)
+        present = composition or tuple(recipe.playing_policies)
         for name in names():
             if name not in recipe.policies:
                 raise ConfigError(

@@ -73,6 +73,7 @@ def _sequence_to_json(sequence: Sequence) -> Json:
                 "temperature": segment.temperature,
                 "token_ids": segment.token_ids,
                 "logprobs": segment.logprobs,
+                "teacher_logprobs": segment.teacher_logprobs,
             }
             for segment in sequence.segments
         ],
@@ -95,8 +96,9 @@ def _sequence_from_json(record: Json) -> Sequence:
                 logprobs=np.array(s["logprobs"], dtype=np.float32),
                 weight_version=s["weight_version"],
                 mixed_cache=s["mixed_cache"],
-                kept=base64.b64decode(s.get("kept", "")),  # absent, as `temperature`, in journals that lack them
+                kept=base64.b64decode(s.get("kept", "")),  # absent, as what stands below, in journals that lack them
                 temperature=s.get("temperature"),
+                teacher_logprobs=np.array(s.get("teacher_logprobs", ()), dtype=np.float32),
             )
             for s in record["segments"]
         ),

@@ -95,10 +95,10 @@ CASES: dict[str, Case] = {
                          normalize_deviation="sample")),
     "batch_deviation": Case(config=algorithm(name="ppo_clip", deviation="batch")),
     "distilled": Case(
-        config=algorithm(name="m2po", m2po_threshold=0.2, distillation={"teacher": "t", "task_coefficient": 0.5}),
+        config=algorithm(name="m2po", m2po_threshold=0.2, distillation={"teacher_model": "t", "task_coefficient": 0.5}),
         teacher=True),
     "distilled_behaviour": Case(
-        config=algorithm(name="reinforce", distillation={"teacher": "t", "student": "behaviour"}), teacher=True),
+        config=algorithm(name="reinforce", distillation={"teacher_model": "t", "student": "behaviour"}), teacher=True),
     "untied_hot": Case(config=algorithm(name="m2po", m2po_threshold=0.2), tied=False, temperature=0.7),
     "truncated": Case(
         config=algorithm("m2po", m2po_threshold=0.2, kl_coefficient=0.3, entropy_coefficient=0.1),

@@ -128,7 +128,7 @@ async def test_a_value_head_and_what_a_teacher_said_come_back_after_a_kill_bit_f
     teacher = save_model(tmp_path / "teacher", seed=2)
     algorithm = {
         "name": "ppo_clip", "advantage": "gae", "gae_lambda": 0.9, "value_head": {"lr": 0.05},
-        "distillation": {"teacher": str(teacher), "coefficient": 0.1, "task_coefficient": 1.0},
+        "distillation": {"teacher_model": str(teacher), "coefficient": 0.1, "task_coefficient": 1.0},
     }  # fmt: skip
     ledgers = []
     for killed in (False, True):

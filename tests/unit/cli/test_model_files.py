@@ -6,17 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.model_files import model_problems
+from services.common.config.loading import validate
 from tests.unit.trainer_service.building import recipe, save_model
 
-WHERE = "policies.model0.algorithm.distillation.teacher"
+WHERE = "policies.model0.algorithm.distillation.teacher_model"
 
 
 def taught(model: Path, teacher: Path | str) -> Any:
     return recipe(
         model,
-        algorithm={"name": "reinforce", "distillation": {"teacher": str(teacher)}},
+        algorithm={"name": "reinforce", "distillation": {"teacher_model": str(teacher)}},
         batch={"dynamic_sampling": False},
     )
+
+
+def served(model: Path, teacher: Path | str) -> Any:
+    """The same with a teacher that is a policy of the recipe."""
+    tree = recipe(model, batch={"dynamic_sampling": False}).model_dump(mode="json")
+    tree["policies"]["model0"]["algorithm"] = {"name": "reinforce", "distillation": {"teacher": "teacher"}}
+    tree["policies"]["teacher"] = {"trained": False, "model": {"path": str(teacher)}}
+    return validate(tree, source="test")
 
 
 def test_a_teacher_that_shares_the_tokenizer_is_accepted_and_a_hub_name_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -37,3 +46,13 @@ def test_a_broken_directory_of_a_teacher_is_told_with_its_key(tmp_path: Path) ->
     (teacher / "config.json").unlink()
     assert [problem.split(": ")[0] for problem in model_problems(taught(student, teacher))] == [WHERE]
     assert "no directory" in model_problems(taught(student, tmp_path / "nowhere"))[0]
+
+
+def test_a_served_teacher_is_compared_and_looked_through_as_the_policy_that_it_is(tmp_path: Path) -> None:
+    student = save_model(tmp_path / "student")
+    assert model_problems(served(student, save_model(tmp_path / "same", seed=1))) == []
+    (problem,) = model_problems(served(student, save_model(tmp_path / "other", vocabulary=29)))
+    where = "policies.model0.algorithm.distillation.teacher"
+    assert problem.startswith(f"{where}: vocabulary does not match {student}: 31 tokens here, 29 there, 2 differ")
+    (problem,) = model_problems(served(student, tmp_path / "nowhere"))
+    assert problem.startswith("policies.teacher.model.path: ")

@@ -52,7 +52,8 @@ def policy_segments(draw: st.DrawFn) -> Segment:
     ids = draw(tokens)
     logprobs = draw(st.lists(st.floats(width=32, max_value=0, allow_nan=False), min_size=len(ids), max_size=len(ids)))
     made = Segment.policy(ids, logprobs, draw(int64), draw(st.booleans()), draw(st.binary(max_size=30)))
-    return replace(made, temperature=draw(st.none() | st.floats(0.01, 4)))
+    scored = np.array(logprobs[::-1] if draw(st.booleans()) else [], dtype=np.float32)
+    return replace(made, temperature=draw(st.none() | st.floats(0.01, 4)), teacher_logprobs=scored)
 
 
 segments = st.one_of(policy_segments(), tokens.map(Segment.environment))
@@ -288,6 +289,15 @@ POLICY = trajectory_pb2.TOKEN_SOURCE_POLICY
         (trajectory_pb2.Segment(source=POLICY, token_ids=b"1234"), "1 tokens but 0 log-probabilities"),
         (trajectory_pb2.Segment(source=ENVIRONMENT, logprobs=b"1234"), "neither log-probabilities nor kept tokens"),
         (trajectory_pb2.Segment(source=ENVIRONMENT, kept=b"1"), "neither log-probabilities nor kept tokens"),
+        (
+            trajectory_pb2.Segment(source=ENVIRONMENT, teacher_logprobs=b"1234"),
+            "neither log-probabilities nor kept tokens",
+        ),
+        (trajectory_pb2.Segment(source=POLICY, teacher_logprobs=b"12"), "whole 4-byte values"),
+        (
+            trajectory_pb2.Segment(source=POLICY, teacher_logprobs=b"1234"),
+            "0 tokens but 1 log-probabilities of a teacher",
+        ),
         (trajectory_pb2.Segment(source=POLICY, weight_version=-1), "weight version -1"),
     ],
 )

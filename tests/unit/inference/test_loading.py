@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from services.common.config.loading import validate
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ModelMismatchError
 from services.common.rpc.run_client import RunSettings
 from services.inference import loading
 from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.config import replica_config
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import build_model
+from tests.unit.trainer_service.building import save_model
 
 
 class SmallTokenizer(ByteTokenizer):
@@ -55,6 +56,38 @@ def test_the_engine_starts_with_the_published_values(
         held = own._core.decoder.weights[name]
         assert held.dtype == types[-1] and torch.equal(held, expected), name
     assert loaded.weights.held().number == 0
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", vocabulary=29)
+    (student / "model.safetensors").unlink()
+    recipe: dict[str, Any] = scripted_recipe(
+        policies={
+            "model0": {
+                "model": {"path": str(student), "context_length": 64},
+                "algorithm": {"name": "reinforce", "distillation": {"teacher": "large"}},
+                "batch": {"dynamic_sampling": False},
+            },
+            "large": {"trained": False, "model": {"path": str(teacher), "context_length": 64}},
+        },
+        sampling={"max_new_tokens": 16},
+        inference={"a": {"engine": "torch", "port": 0, "num_slots": 1, "device": "cpu"}},
+    )
+    settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+    with pytest.raises(ModelMismatchError, match="the teacher large of model0: 31 tokens here, 29 there"):
+        loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
+
+
+async def test_without_weights_an_untrained_policy_is_at_version_0_from_the_start(tmp_path: Path) -> None:
+    """Nobody announces it: the first replica says what it holds."""
+    recipe = scripted_recipe()
+    ((name, section),) = recipe["policies"].items()
+    recipe["policies"] = {name: section, "partner": {**section, "trained": False}}
+    settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+    for policy, number in ((name, -1), ("partner", 0)):
+        loaded = loading.load_policy(policy, settings, replica_config(settings.recipe, "a"), lambda count, at: None)
+        assert (loaded.weights.held().number, loaded.served.engine.version) == (number, number)
+        assert bool(loaded.weights.held().digest) == (number == 0)
 
 
 def test_a_machine_that_does_not_see_the_run_gets_a_directory_that_nobody_else_has_prepared(

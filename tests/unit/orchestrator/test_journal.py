@@ -220,6 +220,8 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
     cut = sequence(0.5, 7, 40)
     kept = pack([left_out_row([3, 300_000])] * 40, 40)
     cut = replace(cut, segments=(*cut.segments[:-1], replace(cut.segments[-1], kept=kept, temperature=0.7)))
+    scored = np.linspace(-7.0, -1e-7, 40, dtype=np.float32)
+    cut = replace(cut, segments=(*cut.segments[:-1], replace(cut.segments[-1], teacher_logprobs=scored)))
     whole = trajectory("g", 3, cut, sequence(1.0, 8, policy="b", role="checker"), reward=0.25)
     back = rollouts.trajectory_from_json(through_json(rollouts.trajectory_to_json(whole)))
     for before, after in zip(whole.sequences, back.sequences, strict=True):
@@ -227,6 +229,7 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
         for left, right in zip(before.segments, after.segments, strict=True):
             assert left.token_ids.tolist() == right.token_ids.tolist()
             assert left.logprobs.tobytes() == right.logprobs.tobytes()
+            assert left.teacher_logprobs.tobytes() == right.teacher_logprobs.tobytes()
             assert left.weight_version == right.weight_version
             assert (left.kept, left.temperature) == (right.kept, right.temperature)
     failed = replace(failure("g", 1), started_at=1.0, finished_at=2.0, timing=TIMING)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from services.common.config.loading import validate
@@ -44,6 +45,7 @@ class World:
         run_dir: Path,
         curation: str = "accept_all",
         policies: tuple[str, ...] = ("model0",),
+        untrained: tuple[str, ...] = (),  # of these
         run: dict[str, Any] | None = None,
         rollout: dict[str, Any] | None = None,
         evaluation: dict[str, Any] | None = None,
@@ -55,7 +57,7 @@ class World:
     ) -> None:
         self.run_dir = run_dir
         self.curation = curation
-        self.policies = policies
+        self.policies, self.untrained = policies, untrained
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
         self.held_out = held_out or {"held_out": {}}
         self.envgateway, self.algorithm = envgateway or {}, algorithm or {}
@@ -72,6 +74,7 @@ class World:
             "run": {"id": "unit", "steps": self.steps, **self.run},
             "policies": {
                 name: {
+                    "trained": name not in self.untrained,
                     "model": {"path": "none"},
                     "batch": self.batch,
                     "algorithm": self.algorithm,
@@ -131,8 +134,10 @@ class World:
         incarnation: str = "1",
         running: Any = (),
         weights_address: str = "",
+        digests: Mapping[str, str] = MappingProxyType({}),  # by policy, where it is not that of the number
     ) -> Replica:
-        held = {policy: Held(number, f"d{number}") for policy in self.policies}
+        numbers = {policy: 0 if policy in self.untrained else number for policy in self.policies}
+        held = {policy: Held(n, digests.get(policy, f"d{n}")) for policy, n in numbers.items()}
         return self.replica_side.join(
             Hello(
                 replica_id=name,

@@ -23,7 +23,7 @@ from tests.unit.trainer_service.building import recipe, save_model
 
 
 def distilled(name: str = "reinforce", **settings: Any) -> Any:
-    return algorithm(name, distillation={"teacher": "the-teacher", **settings})
+    return algorithm(name, distillation={"teacher_model": "the-teacher", **settings})
 
 
 def packed(step: TrainStep, count: int = 8) -> list[MicroTensors]:
@@ -119,7 +119,7 @@ def test_a_step_refuses_distillation_without_a_teacher_and_the_reverse() -> None
 def taught(model: Path, teacher: Path) -> Any:
     return recipe(
         model,
-        algorithm={"name": "reinforce", "distillation": {"teacher": str(teacher)}},
+        algorithm={"name": "reinforce", "distillation": {"teacher_model": str(teacher)}},
         batch={"dynamic_sampling": False},
     )
 

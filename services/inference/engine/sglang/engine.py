@@ -20,8 +20,16 @@ import structlog
 
 from services.common.aio import backoff
 from services.common.config.sglang import MASK_TOKENS
-from services.common.errors import InfrastructureError, InvalidRequestError
-from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, KvPolicy
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.types import Logprobs
+from services.inference.engine.base import (
+    EngineHealth,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    KvPolicy,
+    ScoreRequest,
+)
 from services.inference.engine.requests import check_request
 from services.inference.engine.sglang.admission import Admission
 from services.inference.engine.sglang.client import Refused, TokenStream
@@ -106,6 +114,12 @@ class SglangEngine:
             return await self._play(playing)
         finally:
             del self._by_id[request.request_id]
+
+    async def score(self, request: ScoreRequest) -> Logprobs:
+        raise ConfigError(
+            "the sglang engine cannot score tokens for distillation: name the teacher's model in "
+            "algorithm.distillation.teacher_model, or write engine: torch"
+        )
 
     async def abort(self, request_id: str) -> None:
         if (playing := self._by_id.get(request_id)) is not None:

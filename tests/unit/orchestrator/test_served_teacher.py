@@ -1,0 +1,102 @@
+"""Records that a teacher has scored: refused without their scores, in the batch with them, and the same after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.common.types import Sequence
+from services.orchestrator.buffer.late import mask_sequence
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.pool import Held, Hello, Replica
+from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+SCORES = -np.linspace(0.5, 7.0, 4, dtype=np.float32)
+
+
+def taught(worlds: Callable[..., World], **settings: object) -> World:
+    return worlds(
+        policies=("student", "teacher"),
+        untrained=("teacher",),
+        algorithm={"name": "reinforce", "distillation": {"teacher": "teacher"}},
+        dynamic_sampling=False,
+        **settings,
+    )
+
+
+def scored(made: Sequence, scores: np.ndarray = SCORES) -> Sequence:
+    prompt, said = made.segments
+    return replace(made, segments=(prompt, replace(said, teacher_logprobs=scores.astype(np.float32))))
+
+
+async def begin(world: World) -> Replica:
+    await world.publish(0, policy="student")
+    world.train()
+    return world.join()
+
+
+async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = taught(worlds)
+    replica = await begin(world)
+    for issued in (await world.orders(replica))[:2]:
+        for i in issued.indices:
+            made = scored(sequence(float(i % 2), policy="student"), SCORES - i)
+            assert await world.send(trajectory(issued.task_group_id, i, made)) == [RecordOutcome.ACCEPTED]
+    batches = [await world.trainer_side.pull_batch("student", 1, 5.0)]
+    await world.crash()
+    batches.append(await world.trainer_side.pull_batch("student", 1, 5.0))
+    said = [{name: s.segments[1].teacher_logprobs.tobytes() for name, s in b.sequences.items()} for b in batches]
+    assert said[0] == said[1] and len(said[0]) == 8
+    assert set(said[0].values()) == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        sequence(policy="student"),
+        scored(sequence(policy="student"), np.array([-1.0, np.nan, -1.0, -1.0])),
+        scored(sequence(policy="student"), np.array([-1.0, -np.inf, -1.0, -1.0])),
+    ],
+)
+async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
+    worlds: Callable[..., World], made: Sequence
+) -> None:
+    world = taught(worlds)
+    issued = (await world.orders(await begin(world)))[0]
+    assert await world.send(trajectory(issued.task_group_id, 0, made)) == [RecordOutcome.INVALID]
+    assert world.ring.experience.admission.accounts["student"].num_trajectories == 0
+
+
+async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:
+    world = taught(worlds, rollout={"policies": "apart"})
+    await world.publish(0, policy="student")
+    world.train()
+    hello = Hello(
+        replica_id="alone",
+        incarnation="1",
+        num_slots=64,
+        held={"student": Held(0, "d0")},
+        running=(),
+        weights_address="",
+    )
+    assert await world.orders(world.replica_side.join(hello)) == []
+    orders = await world.orders(world.join("both"))
+    assert {order.policies for order in orders} == {("student",)}
+
+
+def test_tokens_that_are_masked_for_their_age_lose_their_scores() -> None:
+    old = scored(sequence(policy="student", version=1))
+    masked = mask_sequence(old, 2)
+    assert masked.num_trained_tokens == 0 and not len(masked.segments[1].teacher_logprobs)
+    assert mask_sequence(old, 1).segments[1].teacher_logprobs.tolist() == SCORES.tolist()
+
+
+def test_the_head_of_a_segment_has_the_scores_of_its_tokens() -> None:
+    said = scored(sequence()).segments[1]
+    assert said.head(3).teacher_logprobs.tolist() == SCORES[:3].tolist()
+    with pytest.raises(ValueError, match="3 log-probabilities of a teacher"):
+        replace(said, teacher_logprobs=SCORES[:3])
