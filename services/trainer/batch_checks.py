@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import InvalidRequestError
 from services.common.types import RankBatch
+from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 
 
@@ -37,3 +39,11 @@ def check_batch(batch: RankBatch, ranks: Ranks, vocab_size: int) -> None:
             f"batch {batch.training_step} of policy {batch.policy}: headers state (sequences, trained tokens) "
             f"{stated} per minibatch, the ranks hold {found}"
         )
+
+
+def check_taught(sequence_id: str, document: Document, config: AlgorithmConfig) -> None:
+    """Raises ``InvalidRequestError`` where a token that the teacher did not score would silently be trained on the task
+    alone."""
+    asked = config.distillation is not None and config.distillation.teacher is not None
+    if asked and document.teacher is None and document.num_trained_tokens:
+        raise InvalidRequestError(f"sequence {sequence_id} lacks the log-probabilities of the teacher")

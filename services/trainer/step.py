@@ -38,7 +38,7 @@ from services.trainer.algorithms.base import PolicyLoss, TokenBatch
 from services.trainer.algorithms.checks import LossError, check_shape, num_not_finite
 from services.trainer.algorithms.kl import kl_per_token
 from services.trainer.audit import GradientAudit, add_ratios, shares
-from services.trainer.batch_checks import check_batch
+from services.trainer.batch_checks import check_batch, check_taught
 from services.trainer.credit import CreditModels, needs_credit, value_loss_share, with_credit, with_teacher
 from services.trainer.metrics import StepMetrics, Sums, step_metrics
 from services.trainer.micro_batches import MicroTensors, forward, forward_with_values, logprob_dtype, pack_for_ranks
@@ -158,7 +158,7 @@ class TrainStep:
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
             document = Document.from_training_sequence(item, advantage)
-            self._check_taught(item.sequence_id, document)
+            check_taught(item.sequence_id, document, self.config)
             minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
         if not has_credit:
@@ -172,13 +172,6 @@ class TrainStep:
             temperature=self._temperature,
             on_progress=self.on_progress,
         )
-
-    def _check_taught(self, sequence_id: str, document: Document) -> None:
-        """A token that the teacher did not score would silently be trained on the task alone."""
-        distillation = self.config.distillation
-        asked = distillation is not None and distillation.teacher is not None
-        if asked and document.teacher is None and document.num_trained_tokens:
-            raise InvalidRequestError(f"sequence {sequence_id} lacks the log-probabilities of the teacher")
 
     def _everywhere(self, own: Moments) -> Moments:
         """Of all ranks' numbers."""
