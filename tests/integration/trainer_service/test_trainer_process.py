@@ -100,6 +100,14 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     assert replayed.digest == expected[3]
 
 
+async def killed_before_step_4(orchestrator: FakeOrchestrator, trainer: TrainerProcess) -> None:
+    orchestrator.held_step = 4
+    trainer.start()
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await trainer.kill()
+    await orchestrator.release()
+
+
 async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_kill(
     make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
@@ -111,11 +119,7 @@ async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_
         )
         trainer = trainers(orchestrator)
         if trainer_settings:
-            orchestrator.held_step = 4
-            trainer.start()
-            await orchestrator.until(lambda o=orchestrator: 4 in o.pulls, "step 4 was never asked for")  # type: ignore[misc]
-            await trainer.kill()
-            await orchestrator.release()
+            await killed_before_step_4(orchestrator, trainer)
         ledgers.append(await run_to_the_end(orchestrator, trainer))
         assert orchestrator.counters["conflicts"] == 0
     assert ledgers[0] == ledgers[1]
@@ -135,11 +139,7 @@ async def test_a_value_head_and_what_a_teacher_said_come_back_after_a_kill_bit_f
         orchestrator = await make_orchestrator(run={"steps": 4}, algorithm=algorithm, batch={"dynamic_sampling": False})
         trainer = trainers(orchestrator)
         if killed:
-            orchestrator.held_step = 4
-            trainer.start()
-            await orchestrator.until(lambda o=orchestrator: 4 in o.pulls, "step 4 was never asked for")  # type: ignore[misc]
-            await trainer.kill()
-            await orchestrator.release()
+            await killed_before_step_4(orchestrator, trainer)
         ledgers.append(await run_to_the_end(orchestrator, trainer))
         assert orchestrator.counters["conflicts"] == 0
     assert ledgers[0] == ledgers[1]
