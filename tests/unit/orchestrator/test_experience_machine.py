@@ -60,7 +60,7 @@ class Events(RuleBasedStateMachine):
     ) -> None:
         self.configs = dict(zip(POLICIES, configs, strict=True))
         self.admit = admit
-        self.rules = RewardRules(
+        self.reward_rules = RewardRules(
             rollout=RolloutConfig(on_timeout=on_timeout, on_truncation=on_truncation),
             transforms={"a": RewardTransform(clip=clip)},
             group_by={name: config.group_by for name, config in self.configs.items()},
@@ -85,7 +85,7 @@ class Events(RuleBasedStateMachine):
             self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
 
         return Experience(
-            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.rules, seed=7, on_judged=on_judged
+            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.reward_rules, seed=7, on_judged=on_judged
         )
 
     def version(self, policy: str) -> int:
