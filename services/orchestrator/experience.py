@@ -127,6 +127,8 @@ class Experience:
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
         self.unfinished = UnfinishedGroups()
+        # In a recovery: judged task groups -> which (policy, role, attempt) of them the earlier process had no use for.
+        self.surplus_before: Mapping[str, set[tuple[str, str, int]]] = {}
 
     def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
         """The policies that a task group may bring sequences to train for."""
@@ -253,7 +255,7 @@ class Experience:
         if trained is None:
             return fates.GroupFate.TRUNCATED, None, 0
         group = trained
-        if self.admission.is_surplus(policy, group.size):
+        if self._is_surplus(group):
             self._drop(group, "sequences_surplus")
             return fates.GroupFate.SURPLUS, None, 0
         kept, old = self.buffers[policy].add(group)
@@ -264,6 +266,13 @@ class Experience:
         self.num_kept[policy] += kept.size
         self.num_filtered_in_a_row[policy] = 0
         return fates.GroupFate.KEPT, kept, len(old)
+
+    def _is_surplus(self, group: AdvantageGroup) -> bool:
+        """Said once: a recovery does not know who was absent, nor of what closed task groups had outstanding then."""
+        before = self.surplus_before.get(group.task_group_id)
+        if before is not None:
+            return (group.policy, group.role, group.attempt) in before
+        return self.admission.is_surplus(group.policy, group.size)
 
     def _expire(self, policy: str, members: list[Member]) -> None:
         """Nothing of these members may be trained any more."""

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from services.common.errors import CorruptDataError
+from services.common.fates import GroupFate
 from services.orchestrator.batches import read_fresh_groups
 from services.orchestrator.groups import AdvantageGroup, GroupBy, TaskGroup
 from services.orchestrator.journal import records, rollouts
@@ -30,7 +31,7 @@ class _Survey:
 
     closed: set[str] = field(default_factory=set)  # task groups
     evaluated: set[str] = field(default_factory=set)  # finished evaluation passes
-    judged: set[str] = field(default_factory=set)  # task groups with verdicts
+    judged: dict[str, Row] = field(default_factory=dict)  # verdicts by task group
     observed: set[str] = field(default_factory=set)  # task groups of which the curation was told
     last_state: Row | None = None
     num_rows: int = 0
@@ -43,7 +44,12 @@ def recover(ring: Ring, reader: JournalReader) -> None:
         return
     ring.pool.resumed = True
     owners: dict[str, tuple[str, str]] = {}  # task group -> (replica, incarnation) that was playing it
-    ring.judged_before = survey.judged - survey.closed
+    ring.judged_before = survey.judged.keys() - survey.closed
+    ring.experience.surplus_before = {
+        name: _surplus(record)
+        for name in ring.judged_before
+        if (record := reader.load(survey.judged[name])) is not None
+    }
     for row in reader.rows():
         if row.kind == records.GROUP:
             ring.names.resume_after(row.key)
@@ -56,7 +62,7 @@ def recover(ring: Ring, reader: JournalReader) -> None:
         _apply(ring, row, record, survey, owners)
     if survey.last_state is not None:
         _apply_state(ring, reader.load(survey.last_state))
-    ring.judged_before = set()
+    ring.judged_before, ring.experience.surplus_before = set(), {}
     _refill_replay(ring, reader)
     _give_back(ring, owners)
     log.info("run.recovered", records=survey.num_rows, task_groups=len(ring.groups), state=ring.control.state.value)
@@ -69,7 +75,7 @@ def _survey(rows: Iterator[Row]) -> _Survey:
         if row.kind == records.CLOSED:
             survey.closed.add(row.key)
         elif row.kind == records.VERDICT:
-            survey.judged.add(row.key)
+            survey.judged[row.key] = row
         elif row.kind == records.OBSERVATION:
             survey.observed.add(row.key)
         elif row.kind == records.EVALUATION:
@@ -77,6 +83,12 @@ def _survey(rows: Iterator[Row]) -> _Survey:
         elif row.kind == records.STATE:
             survey.last_state = row
     return survey
+
+
+def _surplus(record: dict[str, Any]) -> set[tuple[str, str, int]]:
+    """(policy, role, attempt) of the advantage groups that nobody could use."""
+    verdicts = records.verdicts_from_json(record)
+    return {(v.policy, v.role, v.attempt) for v in verdicts if v.outcome is GroupFate.SURPLUS}
 
 
 def _is_dead(row: Row, survey: _Survey, ring: Ring) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -14,6 +15,8 @@ from services.orchestrator.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
 from tests.unit.orchestrator.world import World
+
+LateName = Literal["keep", "mask", "wait", "drop"]
 
 
 async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
@@ -31,7 +34,12 @@ async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
     world.clock.now += 5.0  # the wait is over, and the pause is not
     asked: list[int] = []
     can_serve = batches._can_serve
-    monkeypatch.setattr(batches, "_can_serve", lambda number: asked.append(number) or can_serve(number))
+
+    def counted(number: int) -> bool:
+        asked.append(number)
+        return can_serve(number)
+
+    monkeypatch.setattr(batches, "_can_serve", counted)
     batches.notify()
     for _ in range(50):
         await asyncio.sleep(0)
@@ -43,7 +51,7 @@ async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
 
 
 @pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])
-def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: str, due: bool) -> None:
+def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: LateName, due: bool) -> None:
     experience = Experience(
         {"a": BatchConfig(late="drop", max_staleness=1), "b": BatchConfig(late=other, max_staleness=1)},
         num_steps=9,

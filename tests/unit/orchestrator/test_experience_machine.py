@@ -1,0 +1,318 @@
+"""Any order of events: quotas are returned exactly once, nothing stands still, and the journal gives the same state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.common import fates
+from services.common.config.policy import BatchConfig
+from services.common.config.services import RolloutConfig
+from services.common.errors import RolloutTimeoutError
+from services.common.types import Segment, Sequence, StopReason, Trajectory
+from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup
+from services.orchestrator.journal.records import BatchRecord, Verdict
+from services.orchestrator.rewards import RewardRules, RewardTransform
+from tests.unit.orchestrator.builders import failure, order, trajectory
+
+NUM_STEPS = 6
+POLICIES = ("a", "b")
+REASONS = ("INFRASTRUCTURE", RolloutTimeoutError.reason, fates.TOO_OLD)
+
+
+@st.composite
+def batch_configs(draw: st.DrawFn) -> BatchConfig:
+    late = draw(st.sampled_from(["keep", "mask", "wait", "drop"]))
+    staleness = draw(st.integers(0, 2))
+    age = draw(st.sampled_from([None, 0, 1])) if late in ("keep", "wait") else None
+    group_by = draw(st.sampled_from(["attempt", "rollout", "policy"]))
+    resample = {"keep": 2} if group_by != "rollout" and draw(st.booleans()) else None
+    overlong = draw(st.sampled_from([None, {"max_tokens": 4, "buffer_tokens": 2}]))
+    return BatchConfig.model_validate(
+        {
+            "size": draw(st.integers(1, 3)), "max_staleness": staleness, "late": late, "group_by": group_by,
+            "max_token_age": None if age is None else staleness + age, "dynamic_sampling": draw(st.booleans()),
+            "resample": resample, "overlong_penalty": overlong,
+            "order": "deadline" if late == "wait" else draw(st.sampled_from(["deadline", "fifo"])),
+        }
+    )  # fmt: skip
+
+
+class Events(RuleBasedStateMachine):
+    """One process after another lives through what happens; ``log`` is what the journal would have."""
+
+    @initialize(
+        configs=st.tuples(batch_configs(), batch_configs()),
+        admit=st.sampled_from(["all", "any"]),
+        on_timeout=st.sampled_from(["penalise", "as_scored"]),
+        on_truncation=st.sampled_from(["penalise", "mask", "as_scored"]),
+        clip=st.sampled_from([None, 0.5]),
+    )
+    def begin(
+        self, configs: tuple[BatchConfig, BatchConfig], admit: Any, on_timeout: Any, on_truncation: Any, clip: Any
+    ) -> None:
+        self.configs = dict(zip(POLICIES, configs, strict=True))
+        self.admit = admit
+        self.reward_rules = RewardRules(
+            rollout=RolloutConfig(on_timeout=on_timeout, on_truncation=on_truncation),
+            transforms={"a": RewardTransform(clip=clip)},
+            group_by={name: config.group_by for name, config in self.configs.items()},
+        )
+        self.log: list[tuple[str, Any]] = []
+        self.closed: Counter[str] = Counter()
+        self.surplus: dict[str, set[tuple[str, str, int]]] = {}  # of the verdicts
+        self.names = 0
+        self.groups: dict[str, TaskGroup] = {}
+        self.experience = self.new(self.closed)
+        self.taken: dict[str, tuple[list[AdvantageGroup], BatchRecord]] = {}  # not recorded yet
+        self.training: dict[str, int] = {}  # sequences of recorded batches that are not published yet
+        for policy in POLICIES:
+            self.publish(policy, 0)
+
+    def new(self, closed: Counter[str]) -> Experience:
+        def on_closed(name: str, reason: fates.ClosedReason) -> None:
+            closed[name] += 1
+
+        def on_judged(name: str, verdicts: list[Verdict]) -> None:
+            found = [v for v in verdicts if v.outcome is fates.GroupFate.SURPLUS]
+            self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
+
+        return Experience(
+            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.reward_rules, seed=7, on_judged=on_judged
+        )
+
+    def version(self, policy: str) -> int:
+        return self.experience.admission.accounts[policy].version
+
+    def publish(self, policy: str, number: int) -> None:
+        self.log.append(("version", (policy, number)))
+        self.experience.advanced(policy, number)
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    @rule(policies=st.sampled_from([(), ("a",), ("b",)]), size=st.integers(1, 5), lag=st.integers(0, 1))
+    def issue(self, policies: tuple[str, ...], size: int, lag: int) -> None:
+        named = policies or POLICIES
+        born = {policy: max(0, self.version(policy) - lag) for policy in named}
+        lags = {policy: self.version(policy) - born[policy] for policy in named}
+        if not self.experience.admission.open(named, lags):
+            return
+        self.names += 1
+        group = TaskGroup(order=replace(order(f"g{self.names}", size), policies=policies), born=born)
+        self.log.append(("issue", (group.order, dict(born))))
+        self.groups[group.id] = group
+        self.experience.issued(group)
+
+    def open_group(self, data: st.DataObject) -> TaskGroup:
+        return self.groups[data.draw(st.sampled_from(sorted(self.groups)))]
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), kind=st.integers(0, 5))
+    def resolve(self, data: st.DataObject, kind: int) -> None:
+        group = self.open_group(data)
+        index = data.draw(st.sampled_from(group.unresolved))
+        outcome: Outcome
+        if kind < len(REASONS):
+            outcome = failure(group.id, index, REASONS[kind])
+        else:
+            found = data.draw(st.lists(self.sequences(group), max_size=3))
+            outcome = trajectory(group.id, index, *found) if found else empty(group.id, index)
+        self.log.append(("outcome", outcome))
+        self.apply(self.experience, self.groups, outcome)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def play(self, data: st.DataObject) -> None:
+        """All that is open of a group, in one rule: most groups end so."""
+        group = self.open_group(data)
+        sequences = self.sequences(group)
+        for index in group.unresolved:
+            outcome = trajectory(group.id, index, *data.draw(st.lists(sequences, min_size=1, max_size=2)))
+            self.log.append(("outcome", outcome))
+            self.apply(self.experience, self.groups, outcome)
+
+    def sequences(self, group: TaskGroup) -> st.SearchStrategy[Sequence]:
+        @st.composite
+        def made(draw: st.DrawFn) -> Sequence:
+            policy = draw(st.sampled_from(group.order.policies or POLICIES))
+            versions = sorted(draw(st.lists(st.integers(group.born[policy], self.version(policy)), max_size=2)))
+            segments = (Segment.environment([1]), *(Segment.policy([3, 4], [-0.5, -0.5], v) for v in versions))
+            return Sequence(
+                policy=policy, segments=segments, reward=draw(st.sampled_from([-1.0, 0.0, 1.0])),
+                stop_reason=draw(st.sampled_from([StopReason.STOP, StopReason.LENGTH])),
+                role=draw(st.sampled_from(["agent", "critic"])), attempt=draw(st.integers(0, 1)),
+            )  # fmt: skip
+
+        return made()
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def reissue(self, data: st.DataObject) -> None:
+        group = self.open_group(data)
+        born = {policy: self.version(policy) for policy in group.born}
+        self.log.append(("reissue", (group.id, born)))
+        self.experience.reissued(group, born)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def take(self, policy: str) -> None:
+        step = self.version(policy) + 1
+        held = policy in self.taken or policy in self.training
+        if held or step > NUM_STEPS or not self.experience.buffers[policy].ready:
+            return
+        groups, statistics = self.experience.take_batch(policy, step)
+        record, _ = assemble(policy, step, groups, 1, statistics)
+        self.taken[policy] = groups, record
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def record(self, data: st.DataObject) -> None:
+        policy = data.draw(st.sampled_from(sorted(self.taken)))
+        self.recorded(policy)
+
+    def recorded(self, policy: str) -> None:
+        groups, record = self.taken.pop(policy)
+        self.log.append(("batch", record))
+        self.experience.batch_recorded(groups)
+        self.training[policy] = len(record.entries)
+
+    @precondition(lambda self: self.training)
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        policy = data.draw(st.sampled_from(sorted(self.training)))
+        del self.training[policy]
+        self.publish(policy, self.version(policy) + 1)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def step(self, policy: str) -> None:
+        """A whole training step in one rule: most go by without anything in between."""
+        self.take(policy)
+        if policy in self.taken:
+            self.recorded(policy)
+        if policy in self.training:
+            del self.training[policy]
+            self.publish(policy, self.version(policy) + 1)
+
+    @rule(policy=st.sampled_from(POLICIES))
+    def trainer_comes_or_goes(self, policy: str) -> None:
+        """Not journaled: what followed from it is."""
+        self.experience.admission.absent ^= {policy}
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        group = self.groups.pop(self.open_group(data).id)
+        self.experience.cancelled(group)
+        self.closed[group.id] += 1
+
+    @rule()
+    def crash(self) -> None:
+        recovered, groups = self.recovered()
+        if not self.taken:  # what was taken and not recorded is in the buffer again
+            assert state(recovered) == state(self.experience)
+        self.taken.clear()
+        self.experience, self.groups = recovered, groups
+
+    def recovered(self) -> tuple[Experience, dict[str, TaskGroup]]:
+        closed_before = set(self.closed)
+        experience, groups = self.new(self.closed), dict[str, TaskGroup]()
+        experience.surplus_before = dict(self.surplus)
+        for kind, value in self.log:
+            if kind == "issue" and value[0].task_group_id not in closed_before:
+                group = TaskGroup(order=value[0], born=dict(value[1]))
+                groups[group.id] = group
+                experience.issued(group)
+            elif kind == "outcome" and value.task_group_id in groups:
+                self.apply(experience, groups, value)
+            elif kind == "reissue" and value[0] in groups:
+                experience.reissued(groups[value[0]], value[1])
+            elif kind == "batch":
+                experience.recover_batch(value)
+            elif kind == "version":
+                experience.advanced(*value)
+        experience.surplus_before = {}
+        experience.admission.absent = set(self.experience.admission.absent)
+        return experience, groups
+
+    def apply(self, experience: Experience, groups: dict[str, TaskGroup], outcome: Outcome) -> None:
+        group = groups[outcome.task_group_id]
+        assert group.resolve(outcome)
+        if group.complete:
+            del groups[group.id]
+        experience.resolved(group, outcome)
+
+    # --- what always holds -------------------------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_say_what_is_there(self) -> None:
+        if not hasattr(self, "experience"):
+            return
+        for policy in POLICIES:
+            account, buffer = self.experience.admission.accounts[policy], self.experience.buffers[policy]
+            mine = [g for g in self.groups.values() if policy in (g.order.policies or POLICIES)]
+            unfinished = sum(s.policy == policy for g in mine for t in g.trajectories for s in t.sequences)
+            taken = len(self.taken[policy][1].entries) if policy in self.taken else 0
+            assert account.running_slots == sum(len(g.unresolved) for g in mine)
+            assert account.unfinished == unfinished
+            assert account.in_training == self.training.get(policy, 0) + taken
+            assert account.accepted == account.unfinished + account.in_training + buffer.num_sequences
+            assert buffer.num_sequences == sum(group.size for group in buffer._waiting.values())
+            known = self.experience.unfinished.begun_before(policy, NUM_STEPS + 1)
+            assert {g.id for g in known} == {g.id for g in mine}
+
+    @invariant()
+    def task_groups_are_closed_once_and_at_the_end(self) -> None:
+        if not hasattr(self, "experience"):
+            return
+        waiting = {g.task_group_id for b in self.experience.buffers.values() for g in b._waiting.values()}
+        pending = {g.task_group_id for groups, _ in self.taken.values() for g in groups}
+        assert set(self.experience._buffered) == waiting | pending
+        assert not set(self.closed) & (waiting | pending | set(self.groups))
+        issued = {f"g{number}" for number in range(1, self.names + 1)}
+        assert issued == set(self.closed) | waiting | pending | set(self.groups)
+
+    @invariant()
+    def something_can_go_on(self) -> None:
+        """With nothing running and nothing in training, a batch is there or another group may be issued."""
+        if not hasattr(self, "experience") or self.groups or self.training or self.taken:
+            return
+        for policy in POLICIES:
+            left = self.experience.admission.accounts[policy].steps_left > 0
+            if left and policy not in self.experience.admission.absent:
+                assert self.experience.buffers[policy].ready or self.experience.admission.open((policy,))
+
+
+def empty(name: str, index: int) -> Outcome:
+    """A rollout that left no sequence."""
+    return Trajectory(task_group_id=name, index=index, sequences=(), reward=0.0)
+
+
+def state(experience: Experience) -> dict[str, Any]:
+    """All that decides what is issued and trained next, but how many sequences a rollout brings on average."""
+    found: dict[str, Any] = {}
+    for policy in POLICIES:
+        account, buffer = experience.admission.accounts[policy], experience.buffers[policy]
+        waiting = [
+            (
+                deadline, group.task_group_id, group.role, group.attempt, group.mean, group.std, group.num_compared,
+                [(m.sequence_id, m.sequence.reward, m.sequence.min_version) for m in group.members],
+            )
+            for deadline, arrival in sorted(buffer._heap)
+            if (group := buffer._waiting.get(arrival)) is not None
+        ]  # fmt: skip
+        found[policy] = {
+            "accepted": account.accepted, "unfinished": account.unfinished, "in_training": account.in_training,
+            "running": account.running_slots, "version": (account.version, buffer.version), "waiting": waiting,
+            "due": [group.id for group in experience.due(policy)],
+        }  # fmt: skip
+    return {**found, "buffered": dict(experience._buffered)}
+
+
+TestEvents = Events.TestCase
+TestEvents.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
