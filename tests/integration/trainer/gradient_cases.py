@@ -52,7 +52,7 @@ class Case:
 EVERYTHING: dict[str, Any] = {
     "advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9, "value_head": {}, "batch_normalize_advantages": True,
     "kl_reward_coefficient": 0.2, "kl_coefficient": 0.1, "entropy_coefficient": 0.05, "early_stop_ratio": 50.0,
-    "distillation": {"teacher": "t", "task_coefficient": 0.5},
+    "distillation": {"teacher_model": "t", "task_coefficient": 0.5},
     "rejection": [{"lower": 0.05, "upper": 8.0}, {"level": "sequence", "lower": 0.2, "upper": 3.0}],
 }  # fmt: skip
 
