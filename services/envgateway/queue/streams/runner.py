@@ -141,12 +141,13 @@ class StreamsRunner:
         arguments: list[Any] = [self._gateway, self._alive_s]
         for job in jobs:
             arguments += (_LANES.index(job.lane) + 2, job.id, job.payload)
+        present = self._present
         try:
             was_there, *entries = await self._client.eval(SEND, len(keys), *keys, *arguments)
         except (*UNREACHABLE, asyncio.CancelledError):
             self._journal.send_again(jobs)
             raise
-        self._note_presence(bool(was_there))
+        self._note_presence(bool(was_there), present)
         for job, entry in zip(jobs, entries, strict=True):
             job.entry = entry
         self.counts["sent"] += len(jobs)
@@ -187,20 +188,25 @@ class StreamsRunner:
     # -- look after -----------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
+        present = self._present
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.set(self._names.gateway(self._gateway), 1, ex=self._alive_s, get=True)
             pipe.smembers(self._names.workers)
             was_there, workers = await pipe.execute()
-        self._note_presence(was_there is not None)
+        self._note_presence(was_there is not None, present)
         await self._count_workers(sorted(workers))
         self._looks += 1
         if self._suspicious or self._looks % _LOOKS_BETWEEN_INVENTORIES == 0:
             self._suspicious = await self._take_inventory()
         await asyncio.sleep(_LOOK_PAUSE_S)
 
-    def _note_presence(self, was_there: bool) -> None:
-        """Whether Redis still had the mark of this gateway's life, which never expires while the gateway lives."""
-        if not was_there and self._present:
+    def _note_presence(self, was_there: bool, present: bool) -> None:
+        """Whether Redis still had the mark of this gateway's life, which never expires while the gateway lives.
+
+        ``present``: whether the mark was known to be there when Redis was asked. The answers of two requests may come in
+        another order than Redis gave them.
+        """
+        if not was_there and present:
             log.warning("queue.redis_was_emptied", unanswered=len(self._journal))
             self.counts["redis_losses"] += 1
             self._suspicious = True
