@@ -101,8 +101,10 @@ def step_metrics(
     usage: Mapping[str, float | None],
     audit: Mapping[str, float],
 ) -> StepMetrics:
-    """What a training step says of itself: ``total`` are its sums over all ranks, ``usage`` what ``Usage.metrics`` gives,
-    ``audit`` what ``audit.shares`` gives, ``num_computed`` the minibatches whose gradient was computed, with an update or without.
+    """The metrics of one training step.
+
+    ``total`` has the sums over all ranks. ``usage`` comes from ``Usage.metrics``, ``audit`` from ``audit.shares``.
+    ``num_computed`` counts the minibatches whose gradient was computed, with or without an update.
     """
     applied = [u for u in updates if u.applied]
     algorithm = {

@@ -17,7 +17,7 @@ from services.inference.engine.torch_engine import TorchEngine
 from services.inference.scoring import score_request
 from services.trainer.metrics import Sums
 from services.trainer.step import TrainStep
-from tests.integration.test_truncated_sampling import travelled
+from tests.integration.test_truncated_sampling import as_trained
 from tests.random_models import build_model, make_prompt, make_request
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
@@ -48,18 +48,7 @@ async def played(student: Any, teacher: Any, temperature: float, count: int = 8)
                 stop_reason=StopReason.LENGTH,
             )
             scores = await engines[1].score(score_request(sequence, temperature, "r"))
-            items.append(
-                TrainingSequence(
-                    sequence_id=f"g/{i}/0",
-                    sequence=travelled(with_scores(sequence, scores)),
-                    group_mean=0.5,
-                    group_std=0.5,
-                    group_size=count,
-                    staleness=0,
-                    minibatch=0,
-                    position=i,
-                )
-            )
+            items.append(as_trained(with_scores(sequence, scores), i, count))
         return items
     finally:
         for engine in engines:

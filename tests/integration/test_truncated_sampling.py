@@ -48,21 +48,24 @@ async def sampled(model: Any, count: int, **sampling: Any) -> list[TrainingSeque
                 reward=float(i % 2),
                 stop_reason=StopReason.STOP,
             )
-            items.append(
-                TrainingSequence(
-                    sequence_id=f"g/{i}/0",
-                    sequence=travelled(sequence),
-                    group_mean=0.5,
-                    group_std=0.5,
-                    group_size=count,
-                    staleness=0,
-                    minibatch=0,
-                    position=i,
-                )
-            )
+            items.append(as_trained(sequence, i, count))
         return items
     finally:
         await engine.stop()
+
+
+def as_trained(sequence: Sequence, position: int, group_size: int) -> TrainingSequence:
+    """A sequence as it reaches the trainer, of a group in which half of the rollouts are right."""
+    return TrainingSequence(
+        sequence_id=f"g/{position}/0",
+        sequence=travelled(sequence),
+        group_mean=0.5,
+        group_std=0.5,
+        group_size=group_size,
+        staleness=0,
+        minibatch=0,
+        position=position,
+    )
 
 
 def travelled(sequence: Sequence) -> Sequence:

@@ -13,7 +13,7 @@ MOST_BARS = 100
 IN_FLIGHT = "in flight"
 UNFINISHED = (Fate.STOPPED, Fate.TIMED_OUT, Fate.FAILED, Fate.CANCELLED)
 
-# From the bottom of a bar to its top: what was trained, what is lost for its age, what was chosen against, what is open.
+# From the bottom of a bar to its top: trained, lost because of age, left out by a filter, still open.
 COLOURS = {
     Fate.TRAINED: "#3a9b5c",
     Fate.MASKED: "#b5dcb0",

@@ -227,9 +227,8 @@ async def test_the_old_tokens_of_a_late_sequence_are_masked_and_the_young_ones_t
     assert fates_of(world).total("model0").tokens == {Fate.TRAINED: 16, Fate.MASKED: 24}
 
 
-async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
-    """From the batch record, whatever masks them, also a whole sequence."""
-    world = worlds()
+async def train_two_groups(world: World) -> None:
+    """One step, of all that was brought; the journal is closed."""
     _, orders = await begin(world)
     for order in orders[:2]:
         await bring(world, order, [0.0, 1.0, 0.0, 1.0])
@@ -237,6 +236,12 @@ async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) ->
     await world.publish(1)
     await world.settle()
     await world.journal.close()
+
+
+async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
+    """From the batch record, whatever masks them, also a whole sequence."""
+    world = worlds()
+    await train_two_groups(world)
     change_batch(world.run_dir, lambda entry, number: {**entry, "num_masked_tokens": (0, 4, 1)[min(number, 2)]}, 4 + 6)
     total = read_fates(world.run_dir).total("model0")
     assert total.sequences == {Fate.TRAINED: 7, Fate.MASKED: 1}
@@ -273,13 +278,7 @@ def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str
 async def test_a_sum_that_does_not_come_out_is_said(worlds: Worlds) -> None:
     """Here a batch names a sequence that no rollout brought, and states tokens that nobody sampled."""
     world = worlds()
-    _, orders = await begin(world)
-    for order in orders[:2]:
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
-    await world.publish(1)
-    await world.settle()
-    await world.journal.close()
+    await train_two_groups(world)
     change_batch(world.run_dir, lambda e, n: {**e, "sequence_id": "gone/0/0"} if n == 0 else e, -5)
     found = read_fates(world.run_dir)
     assert [check.expected - check.found for check in found.failed_checks] == [1, 9]

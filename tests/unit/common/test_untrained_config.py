@@ -1,4 +1,4 @@
-"""Recipes with policies that are not trained: who is a teacher, what is left out of the launch, and what is refused."""
+"""Recipes with untrained policies: teachers, processes that are not launched, and refused settings."""
 
 from __future__ import annotations
 
