@@ -41,8 +41,7 @@ def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: 
         if current is None:
             return []
         removable = sorted(segment for segment in segments - kept if segment < current)
-        for segment in removable:
-            reader.remove_segment(records.TRAJECTORY, segment)
+        journal.remove_segments(records.TRAJECTORY, removable)
         return removable
     finally:
         reader.close()
