@@ -47,6 +47,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             max(request.num_ranks, 1),
             request.recovered_version,
             dict(request.labels),
+            request.kept_checkpoint_steps,
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
@@ -81,6 +82,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             state=request.state,
             checkpoint_step=request.checkpoint_step,
             gauges=dict(request.gauges),
+            kept_checkpoint_steps=request.kept_checkpoint_steps,
             accounts=accounts,
             peers=tuple(peer_from_proto(peer) for peer in request.peers),
         )
@@ -130,6 +132,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             metrics=dict(request.metrics),
             compute=[serde.interval_from_proto(interval) for interval in request.compute_intervals],
             checkpoint_step=request.checkpoint_step,
+            kept_checkpoint_steps=request.kept_checkpoint_steps,
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

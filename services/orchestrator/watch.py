@@ -194,7 +194,7 @@ class Watch:
         ring = self._ring
         if ring.recipe.orchestrator.retention != "checkpoint":
             return
-        steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
+        steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in ring.trainers}
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()

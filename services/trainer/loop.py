@@ -47,7 +47,7 @@ class Link(Protocol):
 
     def set_gauge(self, name: str, value: float) -> None: ...
 
-    def set_checkpoint_step(self, step: int) -> None: ...
+    def set_checkpoint_steps(self, kept: Sequence[int]) -> None: ...
 
     def take_checkpoint_command(self) -> bool: ...
 
@@ -115,7 +115,7 @@ class TrainingLoop:
                 f"{newest_version}: it belongs to another history; remove it, or bring its journal back"
             )
         self._saved = checkpoint_step
-        self._link.set_checkpoint_step(checkpoint_step)
+        self._link.set_checkpoint_steps(self._checkpoints.kept())
         for training_step in range(checkpoint_step + 1, newest_version + 1):
             batch = self._next_batch(training_step, "replaying")
             if batch is None:
@@ -239,4 +239,4 @@ class TrainingLoop:
             return
         self._checkpoint_due = False
         self._saved = done
-        self._link.set_checkpoint_step(done)
+        self._link.set_checkpoint_steps(self._checkpoints.kept())

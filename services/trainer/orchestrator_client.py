@@ -56,6 +56,7 @@ class TrainerReport:
     training_step: int = 0
     state: str = "starting"
     checkpoint_step: int = 0
+    kept_checkpoint_steps: tuple[int, ...] = ()
     gauges: dict[str, float] = field(default_factory=dict)
     accounts: Callable[[], Sequence[AccountState]] = tuple
     peers: Callable[[], Sequence[PeerState]] = tuple
@@ -93,7 +94,7 @@ class OrchestratorClient:
 
     # -- the lease ---------------------------------------------------------------------------------------------------
 
-    async def join(self, checkpoint_step: int) -> Welcome:
+    async def join(self, checkpoint_step: int, kept_checkpoint_steps: Sequence[int] = ()) -> Welcome:
         """Join and stay joined in the background; returns the first welcome, however long the orchestrator takes.
 
         Not bounded: a trainer without an orchestrator has nothing else to do, and says so in its state and its log.
@@ -102,6 +103,7 @@ class OrchestratorClient:
             UserError: the orchestrator refuses this trainer, and always will.
         """
         self.report.checkpoint_step = checkpoint_step
+        self.report.kept_checkpoint_steps = tuple(kept_checkpoint_steps)
         self._welcomed = asyncio.get_running_loop().create_future()
         self._tasks.start(self._stay_joined(), "trainer.join")
         self._tasks.start(self._keep_reporting(), "trainer.report")
@@ -162,6 +164,7 @@ class OrchestratorClient:
             incarnation=self._incarnation,
             recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
+            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
         )
         async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
             command = response.WhichOneof("command")
@@ -216,6 +219,7 @@ class OrchestratorClient:
                 training_step=self.report.training_step,
                 state=self.report.state,
                 checkpoint_step=self.report.checkpoint_step,
+                kept_checkpoint_steps=self.report.kept_checkpoint_steps,
                 gauges=self.report.gauges,
                 rank=self._rank,
                 accounts=[account_to_proto(account) for account in self.report.accounts()],
@@ -285,6 +289,7 @@ class OrchestratorClient:
             metrics=metrics,
             compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
             checkpoint_step=self.report.checkpoint_step,
+            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
             finished_at=timestamp_to_proto(finished_at),
         )
         for delay in backoff(0.2):
