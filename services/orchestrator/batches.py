@@ -105,9 +105,18 @@ class Batches:
         """A batch that an earlier process recorded."""
         self._note(record)
 
+    def lose(self, training_step: int) -> None:
+        """The batch of a step was trained, and its record is lost."""
+        self.newest_step = max(self.newest_step, training_step)
+
+    def forget_statistics(self) -> None:
+        """Of batches whose version is published: their rows of metrics are written."""
+        self.statistics = {step: found for step, found in self.statistics.items() if step > self.newest_version}
+
     def published(self, version: int) -> None:
         """The version of a training step is durable."""
         self.newest_version = version
+        self.newest_step = max(self.newest_step, version)  # also where the batch's record is lost
         if self._taken_at is not None and self._taken_at[0] == version:
             self.late.step_s = self._clock() - self._taken_at[1]
 

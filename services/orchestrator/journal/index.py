@@ -98,6 +98,18 @@ class Index:
         for row in self._db.execute(f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number", values):
             yield Row(*row)
 
+    def select(self, condition: str, values: Sequence[str | int] = ()) -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order."""
+        columns = ", ".join(f"r.{name.strip()}" for name in _COLUMNS.split(","))
+        query = f"SELECT {columns} FROM records AS r WHERE {condition} ORDER BY r.number"
+        for row in self._db.execute(query, values):
+            yield Row(*row)
+
+    def last_rows(self, kind: str) -> Iterator[Row]:
+        """Every record of a kind, the newest first."""
+        for row in self._db.execute(f"SELECT {_COLUMNS} FROM records WHERE kind = ? ORDER BY number DESC", (kind,)):
+            yield Row(*row)
+
     def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""
         found: dict[str, Row] = {}

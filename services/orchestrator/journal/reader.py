@@ -6,7 +6,7 @@ Knows nothing about what records mean.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,18 @@ class JournalReader:
     def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
         """Every record of a kind in order; of one key where that is named."""
         return self._index.rows_of(kind, key)
+
+    def select(self, condition: str, values: Sequence[str | int] = ()) -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order."""
+        return self._index.select(condition, values)
+
+    def last_rows(self, kind: str) -> Iterator[Row]:
+        """Every record of a kind, the newest first."""
+        return self._index.last_rows(kind)
+
+    def last_number(self) -> int:
+        """Of the newest record; 0 when there is none."""
+        return self._index.last_number()
 
     def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""

@@ -119,6 +119,12 @@ class Journal:
         self.submit(kind, key, encode, durable)
         return future
 
+    def withdraw(self) -> None:
+        """Forget what was submitted; only before ``start``."""
+        assert self._thread is None
+        self._queue = queue.SimpleQueue()
+        self._num_submitted = self.num_records
+
     @property
     def waiting_s(self) -> float:
         """How long records have waited without any being written; 0 when none waits."""
