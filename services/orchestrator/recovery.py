@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import ConfigError, CorruptDataError, MillraceError
+from services.common.errors import ConfigError, CorruptDataError, MillraceError, UnknownPolicyError
 from services.common.fates import ClosedReason, SetAsideReason
 from services.common.types import WeightVersion
 from services.orchestrator.batches import read_fresh_groups
@@ -171,7 +171,7 @@ class _Recovery:
         elif row.kind == records.BATCH:
             self._apply_batch(row, value)
         elif row.kind == records.EVALUATION_START:
-            ring.evaluations.begin(*value)
+            self._apply_evaluation_start(*value)
         elif row.kind == records.EVALUATION:
             ring.evaluations.recover_result(value)
 
@@ -198,6 +198,11 @@ class _Recovery:
             if group.is_training and group.complete and group.id not in self.found.observed:
                 ring.observe(group)
             ring.apply_resolved(group, outcome)
+
+    def _apply_evaluation_start(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
+        if unknown := versions.keys() - self.ring.ledgers.keys():
+            raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
+        self.ring.evaluations.begin(evaluation_id, versions)
 
     def _apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         ledger = self.ring.ledgers[version.policy]

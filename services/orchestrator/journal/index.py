@@ -111,17 +111,15 @@ class Index:
             yield Row(*row)
 
     def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
-        """The first record of each key that there is."""
-        found: dict[str, Row] = {}
+        """Every record of these keys, in order."""
+        found: list[Row] = []
         wanted = list(dict.fromkeys(keys))
         for start in range(0, len(wanted), _MAX_KEYS):
             part = wanted[start : start + _MAX_KEYS]
             marks = ",".join("?" * len(part))
-            query = f"SELECT {_COLUMNS} FROM records WHERE kind = ? AND key IN ({marks}) ORDER BY number"
-            for values in self._db.execute(query, (kind, *part)):
-                row = Row(*values)
-                found.setdefault(row.key, row)
-        return list(found.values())
+            query = f"SELECT {_COLUMNS} FROM records WHERE kind = ? AND key IN ({marks})"
+            found += [Row(*values) for values in self._db.execute(query, (kind, *part))]
+        return sorted(found, key=lambda row: row.number)
 
     def last_number(self) -> int:
         return int(self._db.execute("SELECT COALESCE(MAX(number), 0) FROM records").fetchone()[0])

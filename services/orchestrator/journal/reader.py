@@ -47,12 +47,15 @@ class JournalReader:
 
     def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""
-        return self._index.find(kind, keys)
+        return list({row.key: row for row in reversed(self._index.find(kind, keys))}.values())
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Records by key; keys without an intact record are absent."""
-        found = {row.key: self.load(row) for row in self._index.find(kind, keys)}
-        return {key: record for key, record in found.items() if record is not None}
+        """The first intact record of each key; keys without one are absent."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in self._index.find(kind, keys):
+            if row.key not in found and (record := self.load(row)) is not None:
+                found[row.key] = record
+        return found
 
     def load(self, row: Row) -> dict[str, Any] | None:
         """One record, or None (logged) when its bytes are not what was written."""
