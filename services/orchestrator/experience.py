@@ -355,6 +355,10 @@ class Experience:
         self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
 
+    def note_lost(self, num_sequences: int) -> None:
+        """Sequences of a recorded batch cannot be read any more: it is served without them."""
+        self._counters["sequences_lost"] += num_sequences
+
     def lose_batch(self, policy: str, named: Collection[str]) -> None:
         """The record of a batch is lost. What waits now, and is not ``named`` by a later one, may have been in it: it is
         trained by no other, lest it be trained twice."""

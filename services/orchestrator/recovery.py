@@ -7,7 +7,7 @@ replica for one more lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from services.orchestrator.journal.records import BatchRecord, EvaluationResult
 from services.orchestrator.quarantine import Quarantine
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
-from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, slots_of, survey
+from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, survey
 
 log = structlog.get_logger()
 
@@ -211,7 +211,9 @@ class _Recovery:
         self.ring.apply_version(version, metrics)
 
     def _apply_batch(self, row: Row, batch: BatchRecord) -> None:
-        batches = self.ring.batches[batch.policy]
+        batches, ledger = self.ring.batches[batch.policy], self.ring.ledgers[batch.policy]
+        for missing in range(ledger.newest_number + 1, batch.training_step):  # a step begins from the version before it
+            self.ring.lose_version(batch.policy, missing)
         for missing in range(batches.newest_step + 1, batch.training_step):
             self._lose_batch(batch.policy, missing, row)
         if not self.found.is_settled(row):

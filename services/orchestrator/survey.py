@@ -92,9 +92,7 @@ def survey(reader: JournalReader, aside: Quarantine, *, observes: bool) -> Surve
         verdicts = decode(reader, row, aside, records.verdicts_from_json)
         if verdicts is not None:  # the last record counts: its slots may have been played again
             found.judged.add(row.key)
-            found.surplus[row.key] = {
-                (v.policy, v.role, v.attempt) for v in verdicts if v.outcome is GroupFate.SURPLUS
-            }
+            found.surplus[row.key] = {(v.policy, v.role, v.attempt) for v in verdicts if v.outcome is GroupFate.SURPLUS}
     if observes:
         found.observed = {row.key for row in of_groups(reader, records.OBSERVATION, found.groups)}
     return found

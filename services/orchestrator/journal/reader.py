@@ -50,9 +50,9 @@ class JournalReader:
         return list({row.key: row for row in reversed(self._index.find(kind, keys))}.values())
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """The first intact record of each key; keys without one are absent."""
+        """The newest intact record of each key; keys without one are absent."""
         found: dict[str, dict[str, Any]] = {}
-        for row in self._index.find(kind, keys):
+        for row in reversed(self._index.find(kind, keys)):
             if row.key not in found and (record := self.load(row)) is not None:
                 found[row.key] = record
         return found

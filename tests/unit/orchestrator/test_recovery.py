@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import DeadlineError
+from services.common.errors import BatchLostError, CorruptDataError, DeadlineError
 from services.common.fates import ClosedReason, SetAsideReason
 from services.common.types import TaskGroupOrder, WeightVersion
+from services.orchestrator.batches import read_batch
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.run_control import RunState
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import flip, loaded, rows
@@ -211,6 +213,38 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
     assert {entry.sequence_id for entry in again.record.entries} == {e["sequence_id"] for e in found[0]["sequences"]}
 
 
+async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Make) -> None:
+    world = worlds(minibatches=2)
+    for order in await begun(world):
+        await world.play(order)
+    whole = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    lost = whole.record.entries[0].sequence_id
+    await spoiled(world, records.TRAJECTORY, lost.rpartition("/")[0])
+    left = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    share = left.share(0, 1)
+    assert {s.sequence_id for s in share.sequences} == {e.sequence_id for e in whole.record.entries} - {lost}
+    assert sum(totals.num_sequences for totals in share.minibatches) == 7
+    assert sum(totals.num_trained_tokens for totals in share.minibatches) == 7 * 4
+    assert world.ring.counters["sequences_lost"] == 1
+    reader = JournalReader(world.run_dir / "journal")
+    with pytest.raises(CorruptDataError, match="lacks trajectories"):
+        read_batch(reader, "model0", 1)  # `millrace replay` compares digests: it wants all of it
+    reader.close()
+
+
+async def test_a_batch_of_which_nothing_is_left_is_named_as_lost(worlds: Make) -> None:
+    world = worlds()
+    for order in await begun(world):
+        await world.play(order)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
+    await world.publish(1)
+    await world.crash()
+    for path in (world.run_dir / "journal").glob("trajectories-*"):
+        path.unlink()
+    with pytest.raises(BatchLostError, match="no trajectory of the batch of step 1 of model0"):
+        await world.trainer_side.pull_batch("model0", 1, 5.0)
+
+
 async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(worlds: Make) -> None:
     """A group of two policies waits for one of them while the other's batch, which may have had it, is lost."""
     world = worlds(policies=("model0", "model1"))
@@ -303,19 +337,12 @@ async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make)
     assert world.ring.evaluations.results == before
 
 
-def accepted_before(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door lets everything in, as that of an earlier release did."""
-    monkeypatch.setattr("services.orchestrator.ingest.find_fault", lambda *args, **kwargs: "")
-
-
 async def test_a_reward_beyond_all_bounds_costs_its_task_group(worlds: Make) -> None:
     world = worlds()
     orders = await begun(world)
     name = orders[0].task_group_id
     await world.send(*(trajectory(name, index, reward=float(index)) for index in range(3)))
     huge = trajectory(name, 3, sequence(-1.7e308), sequence(1.7e308), sequence(1.7e308), reward=1.7e308)
-    from services.orchestrator.journal import rollouts
-
     world.ring.journal.submit(records.TRAJECTORY, f"{name}/3", lambda: rollouts.trajectory_to_json(huge))
     await world.settle()
     await world.crash()
@@ -344,8 +371,6 @@ async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Mak
     world = worlds()
     orders = await begun(world)
     name = orders[0].task_group_id
-    from services.orchestrator.journal import rollouts
-
     record = {**rollouts.trajectory_to_json(trajectory(name, 2)), **change}
     world.ring.journal.submit(records.TRAJECTORY, f"{name}/2", lambda: record)
     await world.settle()

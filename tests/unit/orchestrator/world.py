@@ -116,6 +116,7 @@ class World:
             started_at=0.0,
             clock=self.clock,
         )
+
     async def crash(self) -> None:
         """Everything in memory is gone; the journal's thread ends after what it has."""
         await self.journal.close()
