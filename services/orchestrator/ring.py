@@ -32,6 +32,7 @@ from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.experience import Experience
 from services.orchestrator.fanout import FanOut
+from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.giving_up import GivingUp
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
@@ -86,6 +87,7 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
+        self.disk: DiskOutlook | None = None  # None until it was looked at
         self.aside = Quarantine()  # records of the journal that are not used
         self.judged_before: set[str] = set()  # task groups whose verdicts an earlier process journaled
         self.rewards = RewardRules.of(recipe)
