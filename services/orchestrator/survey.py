@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
-_CLOSED = "EXISTS (SELECT 1 FROM records AS c WHERE c.kind = 'closed_groups' AND c.key = r.key)"
+_CLOSED = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{records.CLOSED}' AND c.key = r.key)"
 _NAMING_GROUPS = (records.GROUP, records.ASSIGNMENT, records.VERDICT, records.CLOSED)
 _IN_PARTS = 200  # task groups of one SELECT
 
@@ -78,7 +78,7 @@ def survey(reader: JournalReader, aside: Quarantine, *, observes: bool) -> Surve
     for row in reader.rows_of(records.EVALUATION):
         if decode(reader, row, aside, records.evaluation_from_json) is not None:
             found.evaluated.add(row.key)
-    for row in reader.select(f"r.kind = 'task_groups' AND NOT {_CLOSED}"):
+    for row in open_groups(reader):
         _look_at_group(reader, row, aside, found)
     _look_at_names(reader, aside, found)
     for row in reader.rows_of(records.VERSION):
@@ -123,12 +123,19 @@ def numbered(row: Row) -> tuple[str, int | None]:
     return policy, int(number) if number.isdecimal() else None
 
 
+def open_groups(reader: JournalReader) -> list[Row]:
+    """Task groups that no record closes."""
+    is_group = f"r.kind = '{records.GROUP}' AND NOT {_CLOSED}"
+    rows = list(reader.select(is_group, (), lambda row: row.kind == records.GROUP))
+    closed = {row.key for row in of_groups(reader, records.CLOSED, [row.key for row in rows])}
+    return [row for row in rows if row.key not in closed]
+
+
 def of_groups(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row]:
     """Rows whose key is the name of one of these task groups, in order."""
     rows: list[Row] = []
     for part in _parts(names):
-        marks = ",".join("?" * len(part))
-        rows += reader.select(f"r.kind = ? AND r.key IN ({marks})", (kind, *part))
+        rows += _of_part(reader, kind, part)
     return sorted(rows, key=lambda row: row.number)
 
 
@@ -136,8 +143,24 @@ def slots_of(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row
     """Rows of the slots of these task groups, whose keys are ``<task group>/<index>``."""
     rows: list[Row] = []
     for name in names:
-        rows += reader.select("r.kind = ? AND r.key >= ? AND r.key < ?", (kind, f"{name}/", f"{name}0"))  # "/" < "0"
+        rows += _of_slots(reader, kind, f"{name}/")
     return rows
+
+
+def _of_part(reader: JournalReader, kind: str, names: list[str]) -> Iterator[Row]:
+    wanted = set(names)
+    marks = ",".join("?" * len(names))
+    return reader.select(
+        f"r.kind = ? AND r.key IN ({marks})", (kind, *names), lambda row: row.kind == kind and row.key in wanted
+    )
+
+
+def _of_slots(reader: JournalReader, kind: str, begin: str) -> Iterator[Row]:
+    return reader.select(
+        "r.kind = ? AND r.key >= ? AND r.key < ?",
+        (kind, begin, begin[:-1] + "0"),  # "/" comes right before "0"
+        lambda row: row.kind == kind and row.key.startswith(begin),
+    )
 
 
 def _look_at_group(reader: JournalReader, row: Row, aside: Quarantine, found: Survey) -> None:
