@@ -231,6 +231,17 @@ class Index:
         query = f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY number"
         yield from map(Row._make, self._db.execute(query, values))
 
+    def select(self, condition: str, values: Sequence[str | int] = ()) -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order."""
+        columns = ", ".join(f"r.{name.strip()}" for name in _COLUMNS.split(","))
+        query = f"SELECT {columns} FROM records AS r WHERE {condition} ORDER BY r.number"
+        yield from map(Row._make, self._db.execute(query, values))
+
+    def last_rows(self, kind: str) -> Iterator[Row]:
+        """Every record of a kind, the newest first."""
+        query = f"SELECT {_COLUMNS} FROM records WHERE kind = ? ORDER BY number DESC"
+        yield from map(Row._make, self._db.execute(query, (kind,)))
+
     def find(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """Every record of these keys, in order."""
         found: list[Row] = []

@@ -8,9 +8,10 @@ nothing about what records mean.
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,32 @@ class JournalReader:
             lambda index: index.rows_of(kind, key), lambda row: row.kind == kind and key in (None, row.key)
         )
 
+    def select(self, condition: str, values: Sequence[str | int], is_wanted: Callable[[Row], bool]) -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order; ``is_wanted`` says the same of a row that is
+        not in the index yet."""
+        return self._ordered(lambda index: index.select(condition, values), is_wanted)
+
+    def last_rows(self, kind: str) -> Iterator[Row]:
+        """Every record of a kind, the newest first."""
+        self._refresh()
+        before: float = math.inf
+        for row in [row for row in reversed(self._tail) if row.kind == kind]:
+            before = row.number
+            yield row
+        try:
+            for row in self._index.last_rows(kind):
+                if row.number < before:
+                    before = row.number
+                    yield row
+        except sqlite3.Error as error:
+            self._use_private(error)
+            yield from (row for row in self._index.last_rows(kind) if row.number < before)
+
+    def last_number(self) -> int:
+        """The highest that a record was ever given; 0 in an empty journal."""
+        self._refresh()
+        return max(self._index.last_number(), max((row.number for row in self._tail), default=0))
+
     def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""
         first: dict[str, Row] = {}
@@ -71,9 +98,9 @@ class JournalReader:
         return list(first.values())
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """The first intact record of each key; keys without one are absent."""
+        """The newest intact record of each key; keys without one are absent."""
         found: dict[str, dict[str, Any]] = {}
-        for row in self._find(kind, keys):
+        for row in reversed(list(self._find(kind, keys))):
             if row.key not in found and (record := self.load(row)) is not None:
                 found[row.key] = record
         return found

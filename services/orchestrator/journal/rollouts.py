@@ -49,7 +49,7 @@ def trajectory_from_json(record: Json) -> Trajectory:
     return Trajectory(
         task_group_id=record["task_group_id"],
         index=record["index"],
-        reward=record["reward"],
+        reward=float(record["reward"]),
         replica_id=record["replica_id"],
         started_at=record["started_at"],
         finished_at=record["finished_at"],
@@ -109,7 +109,7 @@ def _sequence_from_json(record: Json) -> Sequence:
         role=record["role"],
         attempt=record["attempt"],
         thread=record.get("thread", 0),
-        reward=record["reward"],
+        reward=float(record["reward"]),
         stop_reason=StopReason(record["stop_reason"]),
         metrics=from_pairs(record["metrics"]),
         segments=tuple(

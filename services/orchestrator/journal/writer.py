@@ -165,6 +165,12 @@ class Journal:
                     f"{kind}-{segment:06d} was not deleted within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
                 ) from None
 
+    def withdraw(self) -> None:
+        """Forget what was submitted; only before ``start``."""
+        assert self._thread is None
+        self._queue = queue.SimpleQueue()
+        self._num_submitted = self.num_records
+
     @property
     def waiting_s(self) -> float:
         """How long records have waited without any being written; 0 when none waits."""
