@@ -44,6 +44,7 @@ from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
 from services.orchestrator.servicer_run import RunServicer
 from services.orchestrator.servicer_training import TrainingServicer
+from services.orchestrator.vocabulary import vocab_sizes
 from services.orchestrator.watch import Watch
 
 log = structlog.get_logger()
@@ -181,4 +182,5 @@ def _ring(
         evaluation_sources={name: sources[f"{EVALUATION}.{name}"] for name in recipe.data.evaluation},
         run_mark=begun["mark"],
         started_at=begun["started_at"],
+        vocab_sizes=vocab_sizes(recipe, run_dir),
     )

@@ -106,6 +106,7 @@ def _apply(ring: Ring, row: Row, record: dict[str, Any], survey: _Survey, owners
     elif row.kind == records.ASSIGNMENT:
         owners[row.key] = (record["replica_id"], record["incarnation"])
         group = ring.groups[row.key]
+        group.owners.add(owners[row.key])
         if group.is_training:
             ring.experience.reissued(group, records.born_from_json(record))
     elif row.kind in (records.TRAJECTORY, records.FAILURE):
@@ -142,6 +143,7 @@ def _apply_group(ring: Ring, record: dict[str, Any], survey: _Survey, owners: di
     )
     ring.groups[group.id] = group
     owners[group.id] = (issued.replica_id, issued.incarnation)
+    group.owners.add(owners[group.id])
     if group.is_training:
         ring.experience.issued(group)
     else:

@@ -47,6 +47,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             max(request.num_ranks, 1),
             request.recovered_version,
             dict(request.labels),
+            request.vocab_size,
         )
         mailbox = trainer.mailbox
         assert mailbox is not None

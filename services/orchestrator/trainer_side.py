@@ -25,12 +25,20 @@ class TrainerSide:
         self._publishing = {policy: asyncio.Lock() for policy in ring.ledgers}
 
     def join(
-        self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
+        self,
+        policy: str,
+        incarnation: str,
+        num_ranks: int,
+        recovered_version: int,
+        labels: Mapping[str, str],
+        vocab_size: int = 0,
     ) -> Trainer:
-        """Give the policy's lease to a trainer; raises UnknownPolicyError."""
+        """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 where it does
+        not say."""
         ring = self._ring
         trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered_version, labels)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)
         ring.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
