@@ -11,7 +11,7 @@ one held. Knows nothing about replicas, grpc, or how records became durable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -359,6 +359,18 @@ class Experience:
         self.admission.accounts[policy].accepted += missing
         self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
+
+    def note_lost(self, num_sequences: int) -> None:
+        """Sequences of a recorded batch cannot be read any more: it is served without them."""
+        self._counters["sequences_lost"] += num_sequences
+
+    def lose_batch(self, policy: str, named: Collection[str]) -> None:
+        """The record of a batch is lost. What waits now, and is not ``named`` by a later one, may have been in it: it is
+        trained by no other, lest it be trained twice."""
+        self._since_batch[policy] = StepStatistics()
+        for group in self.buffers[policy].take_unnamed(named):
+            self._drop(group, "sequences_set_aside")
+            self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
         """A version was published: its batch is trained, and what is now too old leaves."""

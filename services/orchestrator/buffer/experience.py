@@ -96,6 +96,11 @@ class ExperienceBuffer:
         found = [a for a, group in self._waiting.items() if group.members[0].sequence_id in sequence_ids]
         return [self._remove(arrival) for arrival in found]
 
+    def take_unnamed(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
+        """Remove the groups that none of these sequences belongs to."""
+        found = [a for a, group in self._waiting.items() if group.members[0].sequence_id not in sequence_ids]
+        return [self._remove(arrival) for arrival in found]
+
     def _remove(self, arrival: int) -> AdvantageGroup:
         group = self._waiting.pop(arrival)
         self.num_sequences -= group.size
