@@ -100,9 +100,11 @@ class Experience:
         rules: RewardRules | None = None,
         seed: int = 0,
         on_judged: Callable[[str, list[Verdict]], None] = lambda group_id, verdicts: None,
+        deterministic: bool = False,
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group, ``on_judged`` what
-        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run."""
+        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run. ``deterministic``: what is in
+        a batch, and in which order, does not depend on when rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
@@ -110,7 +112,7 @@ class Experience:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self.buffers = {
-            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
+            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order)
             for name, batch in policies.items()
         }
         self.admission = Admission(
@@ -120,6 +122,7 @@ class Experience:
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
                     counts_unfinished=batch.late in ("mask", "drop"),
+                    exact=deterministic,
                 )
                 for name, batch in policies.items()
             },
@@ -173,6 +176,7 @@ class Experience:
         """Nothing more is wanted of a training group that is still running."""
         self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
             self.admission.returned(policy, count)
@@ -200,6 +204,7 @@ class Experience:
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         self.unfinished.remove(group)
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
         verdicts = [

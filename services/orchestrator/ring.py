@@ -105,6 +105,7 @@ class Ring:
             self.rewards,
             recipe.run.seed,
             self._judged,
+            recipe.run.deterministic,
         )
         self.batches = {
             name: Batches(
