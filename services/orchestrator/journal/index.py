@@ -167,8 +167,7 @@ class Index:
             ),
         )  # fmt: skip
         self._note_damage(told)
-        if last is not None:
-            self._raise_highest(max(row.number for row in rows))
+        self._raise_highest(max((found.number for found in (*rows, *told)), default=0))
         return told
 
     def _note_damage(self, damage: Iterable[Damage]) -> None:
