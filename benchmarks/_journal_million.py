@@ -203,9 +203,7 @@ def _trajectory(name: str, index: int, random: np.random.Generator) -> Trajector
         policy=POLICY, segments=(Segment.environment(prompt.tolist()), spoken), reward=float(index % 2),
         stop_reason=StopReason.STOP,
     )  # fmt: skip
-    return Trajectory(
-        task_group_id=name, index=index, sequences=(sequence,), reward=float(index % 2), replica_id="a"
-    )
+    return Trajectory(task_group_id=name, index=index, sequences=(sequence,), reward=float(index % 2), replica_id="a")
 
 
 def _verdict() -> Verdict:

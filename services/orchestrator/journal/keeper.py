@@ -15,7 +15,7 @@ import structlog
 
 from services.orchestrator.journal.catching_up import log_damage, synchronise
 from services.orchestrator.journal.damage import Damage
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, Index, Row, remove_index
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
 from services.orchestrator.journal.segments import Place
 
 log = structlog.get_logger()
@@ -89,7 +89,7 @@ class IndexKeeper:
     def _open(self) -> Index:
         try:
             return self._trusted()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             index = self._open_new(error)
             self.found = synchronise(self._directory, index)
             return index
@@ -106,7 +106,7 @@ class IndexKeeper:
             raise
         return index
 
-    def _open_new(self, reason: sqlite3.Error) -> Index:
+    def _open_new(self, reason: Exception) -> Index:
         log.warning("journal.index_made_anew", directory=str(self._directory), reason=str(reason))
         try:
             remove_index(self._path)

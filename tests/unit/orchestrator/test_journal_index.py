@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import shutil
 import sqlite3
@@ -418,3 +420,25 @@ def test_a_header_tells_a_record_and_nothing_else_does() -> None:
 def test_a_payload_that_is_no_frame_of_a_bounded_size_is_refused(payload: bytes) -> None:
     with pytest.raises(CorruptDataError):
         frames.Unpacker().unpack(payload)
+
+
+async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(tmp_path, 0, COUNT)
+    (tmp_path / INDEX_FILE).unlink()
+    path, real = segment_path(tmp_path, "others", 1), os.pread
+    inode = path.stat().st_ino
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and offset + length > 1000:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr("services.orchestrator.journal.scan._READ_BYTES", 100)
+    journal = Journal(tmp_path)
+    assert [(span.kind, span.reason) for span in journal.damage] == [("others", DamageReason.UNREADABLE)]
+    found = kept(tmp_path)
+    assert [n for n in found if n % 2 == 0] == list(range(0, COUNT, 2))
+    assert 0 < sum(n % 2 for n in found) < COUNT // 2
