@@ -26,7 +26,7 @@ from services.orchestrator.journal.records import BatchRecord, EvaluationResult
 from services.orchestrator.quarantine import Quarantine
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
-from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, survey
+from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, spare_names, survey
 
 log = structlog.get_logger()
 
@@ -119,6 +119,7 @@ class _Recovery:
         ring.experience.surplus_before = found.surplus
         for name in found.last_name:
             ring.names.resume_after(name)
+        ring.names.skip(spare_names(self.reader))
         ring.training_orders.curriculum.resume_after(found.position)
 
     def apply(self, row: Row) -> None:
@@ -167,7 +168,7 @@ class _Recovery:
         elif row.kind == records.OBSERVATION:
             ring.training_orders.curation.observe(*value)
         elif row.kind == records.VERSION:
-            self._apply_version(*value)
+            self._apply_version(row, *value)
         elif row.kind == records.BATCH:
             self._apply_batch(row, value)
         elif row.kind == records.EVALUATION_START:
@@ -204,10 +205,13 @@ class _Recovery:
             raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
         self.ring.evaluations.begin(evaluation_id, versions)
 
-    def _apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
+    def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         ledger = self.ring.ledgers[version.policy]
         for missing in range(ledger.newest_number + 1, version.number):
             self.ring.lose_version(version.policy, missing)
+        batches = self.ring.batches.get(version.policy)
+        if batches is not None and batches.newest_step < version.number and records.BATCH in self.found.unknown:
+            self._lose_batch(version.policy, version.number, row)
         self.ring.apply_version(version, metrics)
 
     def _apply_batch(self, row: Row, batch: BatchRecord) -> None:
@@ -261,8 +265,11 @@ class _Recovery:
         ring = self.ring
         self._restore_state()
         ring.judged_before, ring.experience.surplus_before = set(), {}
-        for name in self.in_batches & ring.groups.keys():
-            self._close_trained(ring.groups[name])
+        if self.found.unknown.get(records.BATCH, False):  # one more batch may have been recorded
+            for policy in ring.batches:
+                ring.experience.lose_batch(policy, ())
+        for name in [name for name in ring.groups if self._is_over(name)]:
+            self._close(ring.groups[name])
         for name in self.found.lost_groups:
             ring.close_group(name, ClosedReason.SET_ASIDE)
         for batches in ring.batches.values():
@@ -271,9 +278,12 @@ class _Recovery:
         self._give_back()
         ring.aside.write(ring.journal)
 
-    def _close_trained(self, group: TaskGroup) -> None:
-        """A part of the group was trained when it was complete, and an outcome of it is lost since: its slots are never
-        played again, because what they brought was compared with the rest."""
+    def _is_over(self, name: str) -> bool:
+        """Whether an open group was complete once, and an outcome of it is lost since, so that its slots must not be played
+        again: a part of it was trained, or it may have been closed."""
+        return name in self.in_batches or (name in self.found.judged and records.CLOSED in self.found.unknown)
+
+    def _close(self, group: TaskGroup) -> None:
         ring = self.ring
         del ring.groups[group.id]
         ring.experience.cancelled(group)
