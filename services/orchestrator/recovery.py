@@ -7,6 +7,7 @@ replica for one more lease.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ import structlog
 
 from services.common.errors import ConfigError, CorruptDataError, MillraceError, UnknownPolicyError
 from services.common.fates import ClosedReason, SetAsideReason
-from services.common.types import WeightVersion
+from services.common.refusals import RefusalReason
+from services.common.types import Trajectory, WeightVersion
 from services.orchestrator.batches import read_fresh_groups
 from services.orchestrator.curation import AcceptAll
 from services.orchestrator.groups import AdvantageGroup, GroupBy, Outcome, TaskGroup, split_sequence_id
@@ -24,13 +26,14 @@ from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchRecord, EvaluationResult
 from services.orchestrator.quarantine import Quarantine
+from services.orchestrator.record_facts import RecordRefusedError, refuse
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, spare_names, survey
 
 log = structlog.get_logger()
 
-MOST_TRIES = 64
+MOST_TRIES = 1000
 
 _OUTCOMES = (records.TRAJECTORY, records.FAILURE)
 
@@ -152,7 +155,20 @@ class _Recovery:
         if outcome is not None and (outcome.task_group_id, str(outcome.index)) != (name, index):
             self.ring.aside.add(row, SetAsideReason.UNREADABLE, "it is of another slot than its key says")
             return None
-        return outcome
+        return None if outcome is None or self._is_refused(row, outcome) else outcome
+
+    def _is_refused(self, row: Row, outcome: Outcome) -> bool:
+        """Set aside what ingestion would refuse today, and an earlier release took in."""
+        group = self.ring.groups[outcome.task_group_id]
+        try:
+            if not group.has_slot(outcome.index):
+                refuse(RefusalReason.NUMBER, f"its task group has no slot {outcome.index}")
+            if isinstance(outcome, Trajectory):  # versions are not compared: records of some may be lost
+                self.ring.bounds.check(outcome, group.order, lambda policy: sys.maxsize)
+        except RecordRefusedError as error:
+            self.ring.aside.add(row, SetAsideReason.REFUSED, str(error))
+            return True
+        return False
 
     def _apply(self, row: Row, value: Any) -> None:
         ring = self.ring
