@@ -133,7 +133,7 @@ class Ingest:
         named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
         if not is_member:
             return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
-        if group is not None and sender not in group.owners:
+        if group is not None and not group.was_given_to(sender):
             return Refusal(
                 reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}"
             )

@@ -256,7 +256,9 @@ class _Recovery:
                 ring.judged_before.discard(name)
                 self.found.surplus.pop(name, None)
         elif row.kind == records.ASSIGNMENT:
-            self.owners[row.key] = ("", "")  # whoever plays it says so, or it is issued again
+            self.owners[row.key] = ("", "")  # the replica that plays it says so, or it is issued again
+            if row.key in ring.groups:
+                ring.groups[row.key].lacks_owner = True
         elif row.kind == records.VERSION and policy in ring.ledgers and number is not None:
             ring.lose_version(policy, number)
         elif row.kind == records.BATCH and policy in ring.batches and number is not None:
