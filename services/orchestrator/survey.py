@@ -149,7 +149,7 @@ def slots_of(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row
     """Rows of the slots of these task groups, whose keys are ``<task group>/<index>``."""
     rows: list[Row] = []
     for name in names:
-        rows += _of_slots(reader, kind, f"{name}/")
+        rows += reader.rows_below(kind, f"{name}/")
     return rows
 
 
@@ -158,14 +158,6 @@ def _of_part(reader: JournalReader, kind: str, names: list[str]) -> Iterator[Row
     marks = ",".join("?" * len(names))
     return reader.select(
         f"r.kind = ? AND r.key IN ({marks})", (kind, *names), lambda row: row.kind == kind and row.key in wanted
-    )
-
-
-def _of_slots(reader: JournalReader, kind: str, begin: str) -> Iterator[Row]:
-    return reader.select(
-        "r.kind = ? AND r.key >= ? AND r.key < ?",
-        (kind, begin, begin[:-1] + "0"),  # "/" comes right before "0"
-        lambda row: row.kind == kind and row.key.startswith(begin),
     )
 
 
