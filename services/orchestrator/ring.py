@@ -107,6 +107,7 @@ class Ring:
             self._judged,
             recipe.run.deterministic,
         )
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.batches = {
             name: Batches(
                 name,
@@ -116,6 +117,7 @@ class Ring:
                 lambda: JournalReader(journal.directory),
                 self._may_begin,
                 lambda groups: self.giving_up.cancel_too_old(groups),
+                self.bounds.fault_of_trained,
                 clock,
             )
             for name, config in batch_configs.items()
@@ -159,7 +161,6 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
             self.groups,
             self.names.was_issued,

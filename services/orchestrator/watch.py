@@ -10,7 +10,7 @@ import structlog
 
 from services.orchestrator import forecast
 from services.orchestrator.forecast import DiskForecast
-from services.orchestrator.journal.retention import collect
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.progress import waits
 from services.orchestrator.ring import Ring
 from services.orchestrator.stall_watch import StallWatch
@@ -204,7 +204,8 @@ class Watch:
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
-        removed = await asyncio.to_thread(collect, ring.journal, steps, live)
-        self._collected_step = steps
-        if removed:
-            log.info("journal.collected", segments=removed)
+        found = await asyncio.to_thread(collect, ring.journal, steps, live)
+        if len(found.rewritten) < MOST_REWRITTEN:  # else there may be more
+            self._collected_step = steps
+        if found.removed or found.rewritten:
+            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)
