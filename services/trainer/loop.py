@@ -5,7 +5,7 @@
 Invariant: nothing is computed before every rank holds its share of the same batch, and the words of the orchestrator
 are heeded between training steps only, by all ranks alike. Waiting ranks wait in a bounded collective for the first.
 
-Recovery: from the newest checkpoint, the recorded batches up to the ledger's newest version are trained again without
+Recovery: from the newest checkpoint that is whole, the recorded batches up to the ledger's newest version are trained again without
 publishing; then that version is offered once more (bit-equal arithmetic gives the same digest, and its new address is
 taken) and the run goes on. The loop knows nothing about gRPC: it is given a ``Link``.
 """
@@ -20,7 +20,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.common.errors import ModelMismatchError, VersionConflictError
+from services.common.errors import CorruptDataError, MillraceError, ModelMismatchError, VersionConflictError
 from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
 from services.trainer.sharding import Ranks
@@ -30,6 +30,10 @@ log = structlog.get_logger()
 
 PAUSE_POLL_S = 0.2
 _GO, _PAUSE, _STOP = 0, 1, 2
+
+
+class CannotReplayError(MillraceError):
+    """The recorded batches since the newest checkpoint that is whole are not all there."""
 
 
 class Link(Protocol):
@@ -107,6 +111,7 @@ class TrainingLoop:
 
         Raises:
             ModelMismatchError: the checkpoint is ahead of the ledger, so it is of another history.
+            CannotReplayError: a recorded batch since the checkpoint is lost, and why the checkpoint is so old.
         """
         # One ahead: told to leave between the updates of a step and its publication.
         if checkpoint_step > newest_version + 1:
@@ -116,8 +121,12 @@ class TrainingLoop:
             )
         self._saved = checkpoint_step
         self._link.set_checkpoint_steps(self._checkpoints.kept())
+        self._link.set_gauge("damaged_checkpoints", len(self._checkpoints.damaged))
         for training_step in range(checkpoint_step + 1, newest_version + 1):
-            batch = self._next_batch(training_step, "replaying")
+            try:
+                batch = self._next_batch(training_step, "replaying")
+            except CorruptDataError as error:
+                raise self._cannot_replay(checkpoint_step, training_step, newest_version, error) from error
             if batch is None:
                 return training_step - 1  # stopped while replaying
             self._step.run(batch)
@@ -126,6 +135,22 @@ class TrainingLoop:
         self._link.set_state("publishing", done)
         self._publish(done, {}, [], time.time())
         return done
+
+    def _cannot_replay(
+        self, checkpoint_step: int, training_step: int, newest_version: int, error: CorruptDataError
+    ) -> CannotReplayError:
+        begin = f"the checkpoint of step {checkpoint_step}" if checkpoint_step else "the initial model"
+        cause, remedy = "", ""
+        if self._checkpoints.damaged:
+            cause = f" Newer checkpoints are damaged and were set aside: {'; '.join(self._checkpoints.damaged)}."
+            remedy = (
+                " Put an undamaged copy of one back under its name and resume; or `millrace checkpoints RUN` tells which "
+                "weights are whole, `millrace export RUN --step K` exports them, and another run begins from that export."
+            )
+        return CannotReplayError(
+            f"the run is at step {newest_version}, and going on from {begin} needs the batches after it again, but that of "
+            f"step {training_step} cannot be had: {error.message}.{cause}{remedy}"
+        )
 
     def run(self, done: int) -> int:
         """Train until the last step, or until told to leave; returns the last training step done."""
