@@ -123,7 +123,7 @@ def sync_directory(path: Path) -> None:
 def read_whole(path: Path) -> bytes:
     """The bytes of a small regular file; ``CorruptDataError`` where there is none that can be read."""
     with _damage_told(path.name):
-        fd = _open_regular(path)
+        fd = _open_regular(path, path.name)
         with os.fdopen(fd, "rb") as file:
             return file.read()
 
@@ -136,7 +136,7 @@ def verify_file(directory: Path, file: StoredFile, progress: Progress = lambda _
         OSError: it may not be read, which says nothing about it.
     """
     with _damage_told(file.name):
-        fd = _open_regular(directory / file.name)
+        fd = _open_regular(directory / file.name, file.name)
         try:
             size = os.fstat(fd).st_size
             if size != file.size_bytes:
@@ -215,7 +215,7 @@ class TensorReader:
     def _fill(self, name: str, offset: int, into: memoryview) -> None:
         with _damage_told(name):
             if name not in self._open:
-                self._open[name] = _open_regular(self._directory / name)
+                self._open[name] = _open_regular(self._directory / name, name)
             while into:
                 got = os.preadv(self._open[name], [into], offset)
                 if not got:
@@ -224,12 +224,12 @@ class TensorReader:
                 offset += got
 
 
-def _open_regular(path: Path) -> int:
+def _open_regular(path: Path, name: str) -> int:
     """A descriptor for reading; ``CorruptDataError`` for anything but a regular file."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise CorruptDataError(f"{path.name} is no file")
+        raise CorruptDataError(f"{name} is no file")
     return fd
 
 

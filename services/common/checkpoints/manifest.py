@@ -174,7 +174,10 @@ def file_from_json(entry: Mapping[str, Any]) -> StoredFile:
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise ValueError(f"{name!r} cannot be a file of a checkpoint")
     digest = _typed(entry["digest"], str)
-    algorithm_of(digest)
+    try:
+        algorithm_of(digest)
+    except CorruptDataError as error:
+        raise ValueError(error.message) from None
     parts = tuple(
         Part(tensor=_typed(tensor, str), first=_count(first), count=_count(count), offset_bytes=_count(offset))
         for tensor, first, count, offset in entry["parts"]
