@@ -48,16 +48,17 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request.recovered_version,
             dict(request.labels),
             request.kept_checkpoint_steps,
+            request.vocab_size,
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
-        newest = ring.ledgers[request.policy].newest
+        ledger = ring.ledgers[request.policy]
         try:
             yield training_pb2.JoinTrainingResponse(
                 welcome=training_pb2.TrainingWelcome(
                     run_id=ring.run_id,
-                    newest_version=-1 if newest is None else newest.number,
-                    newest_digest="" if newest is None else newest.digest,
+                    newest_version=ledger.newest_number,
+                    newest_digest="" if ledger.newest is None else ledger.newest.digest,
                     num_steps=ring.num_steps,
                     lease=serde.duration_to_proto(ring.trainers.lease_s),
                 )

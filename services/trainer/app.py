@@ -114,6 +114,7 @@ def _train(
     files = model_files(step.model.causal_lm, tokenizer, config.weights.publish_dtype) if ranks.is_first else {}
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks, files)
     checkpoint_step = checkpoints.restore(step.model, step.optimizer)
+    client.vocab_size = step.vocab_size
     newest_version = (
         thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
     )

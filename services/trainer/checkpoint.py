@@ -86,7 +86,6 @@ class Checkpoints:
         self._ranks = ranks
         self._model_files = model_files
         self._hosts = HostGroup(ranks, DISK_TIMEOUT_S)
-        self.damaged: list[str] = []  # what this process has set aside, and why
 
     def kept(self) -> list[int]:
         """The training steps of the complete checkpoints, ascending."""
@@ -103,6 +102,14 @@ class Checkpoints:
     def before(self, training_step: int) -> int | None:
         """The newest checkpoint from which ``training_step`` can be trained again."""
         return max((step for step in self.kept() if step < training_step), default=None)
+
+    def set_aside(self, after: int = 0) -> list[str]:
+        """Names of the damaged checkpoints of later steps than ``after`` that were set aside, each with the reason."""
+        return [
+            f"{path.name}: {names.reason_of(path)}"
+            for step, path in names.set_aside_before(self._directory)
+            if step > after
+        ]
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -233,8 +240,8 @@ class Checkpoints:
     def restore(self, model: PolicyModel, optimizer: PolicyOptimizer) -> int:
         """Load the newest checkpoint that is whole; returns its training step, 0 when there is none. A collective.
 
-        A damaged one is named in the log, renamed with the reason in it, and the one before is taken; ``damaged`` says
-        which. Weights are untouched when there is none left.
+        A damaged one is named in the log, renamed with the reason in it, and the one before is taken. Weights are
+        untouched when there is none left.
 
         Raises:
             ModelMismatchError: the newest is of another run, policy or model; the message says what differs.
@@ -303,7 +310,6 @@ class Checkpoints:
             lambda: names.set_aside(path, reason).name if self._ranks.is_first else "",
             ConfigError,
         )[0]
-        self.damaged.append(f"{moved} ({reason})")
         log.error("checkpoint.damaged", step=training_step, reason=reason, set_aside_as=moved)
 
     def _check(self, path: Path, manifest: Manifest, model: PolicyModel, optimizer: PolicyOptimizer) -> str:

@@ -72,6 +72,11 @@ class Commands:
     leave: bool = False  # this process's own: a signal came, the run goes on without it
 
 
+def _is_lost(number: int, welcome: training_pb2.TrainingWelcome) -> bool:
+    """Whether a version that the ledger has taken is not there any more: its record was damaged."""
+    return number > welcome.newest_version or (number == welcome.newest_version and not welcome.newest_digest)
+
+
 class OrchestratorClient:
     """One rank's connection. Only the first rank joins, reports and publishes."""
 
@@ -80,6 +85,7 @@ class OrchestratorClient:
         self._run_id = run_id
         self.policy = policy
         self._num_ranks = num_ranks
+        self.vocab_size = 0  # rows of the model's embedding, told when it joins; 0: not known
         self._rank = 0
         self._incarnation = uuid.uuid4().hex
         self._channel = channel(address, Peer.ORCHESTRATOR)
@@ -90,6 +96,7 @@ class OrchestratorClient:
         self._held_up = asyncio.Event()  # pause, stop, leave or failure: waits for batches end
         self.failure: MillraceError | None = None
         self.commands = Commands()
+        self._newest: training_pb2.PublishVersionRequest | None = None  # that the ledger has taken
         self.report = TrainerReport()
 
     # -- the lease ---------------------------------------------------------------------------------------------------
@@ -165,6 +172,7 @@ class OrchestratorClient:
             recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
             kept_checkpoint_steps=self.report.kept_checkpoint_steps,
+            vocab_size=self.vocab_size,
         )
         async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
             command = response.WhichOneof("command")
@@ -200,6 +208,20 @@ class OrchestratorClient:
                     num_steps=proto.num_steps,
                 )
             )
+
+        elif self._newest is not None and _is_lost(self._newest.version.number, proto):
+            self._tasks.start(self._offer_again(self._newest), "trainer.offer_again")
+
+    async def _offer_again(self, request: training_pb2.PublishVersionRequest) -> None:
+        """The ledger lost the record of its newest version. Once: an orchestrator that goes away asks at the next welcome."""
+        log.warning("version.offered_again", version=request.version.number)
+        try:
+            with translated_errors(self._peer):
+                await self._stub.PublishVersion(
+                    request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
+                )
+        except MillraceError as error:
+            log.warning("version.not_published_yet", version=request.version.number, error=error.message)
 
     async def _keep_reporting(self) -> None:
         while True:
@@ -298,6 +320,7 @@ class OrchestratorClient:
                     await self._stub.PublishVersion(
                         request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
                     )
+                self._newest = request
                 return
             except LeaseLostError as error:
                 if self._is_superseded(error):

@@ -98,6 +98,14 @@ def set_aside(path: Path, reason: str) -> Path:
     return target
 
 
+def reason_of(path: Path) -> str:
+    """Why a checkpoint was set aside."""
+    try:
+        return read_whole(path / REASON)[:4096].decode(errors="replace").strip()
+    except CorruptDataError:
+        return f"{REASON} is missing"
+
+
 def remove(path: Path) -> None:
     """Remove a checkpoint; one that is only partly removed does not count as one."""
     doomed = path.with_name(f"{path.name}{REMOVED}")

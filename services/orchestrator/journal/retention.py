@@ -43,8 +43,7 @@ def collect(journal: Journal, oldest_checkpoint_steps: Mapping[str, int], live_g
         if current is None:
             return []
         removable = sorted(segment for segment in segments - kept if segment < current)
-        for segment in removable:
-            reader.remove_segment(records.TRAJECTORY, segment)
+        journal.remove_segments(records.TRAJECTORY, removable)
         return removable
     finally:
         reader.close()

@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_older_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(CheckpointFailedError, match="writing a checkpoint: .*No space left on device"):
+    with pytest.raises(CheckpointFailedError, match=r"writing a checkpoint: .*No space left on device"):
         checkpoints.save(2, step.model, step.optimizer)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]

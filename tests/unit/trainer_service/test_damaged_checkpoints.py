@@ -14,7 +14,7 @@ import pytest
 
 from services.common.checkpoints.directory import REASON, set_aside_before
 from services.common.checkpoints.manifest import MANIFEST, _digest
-from services.common.errors import ConfigError, CorruptDataError, InfrastructureError, ModelMismatchError
+from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
 from services.common.types import RankBatch
 from services.trainer.checkpoint import CheckpointIdentity, Checkpoints, DamagedCheckpointError
 from services.trainer.loop import CannotReplayError
@@ -52,7 +52,7 @@ def copied(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
 def restored(directory: Path) -> tuple[int, TrainStep, list[str]]:
     step = make_step(seed=7)
     checkpoints = checkpoints_in(directory)
-    return checkpoints.restore(step.model, step.optimizer), step, checkpoints.damaged
+    return checkpoints.restore(step.model, step.optimizer), step, checkpoints.set_aside()
 
 
 def assert_falls_back(directory: Path, older: dict[str, Any], word: str) -> None:
@@ -188,7 +188,7 @@ def test_of_several_damaged_ones_the_newest_whole_one_is_taken(copied: Path) -> 
     (copied / "step_000002" / "weights_00000.safetensors").unlink()
     begun, _, damaged = restored(copied)
     assert begun == 1
-    assert [text.partition(" ")[0] for text in damaged] == ["step_000009.damaged", "step_000002.damaged"]
+    assert [text.partition(" ")[0] for text in damaged] == ["step_000002.damaged:", "step_000009.damaged:"]
 
 
 def test_without_a_whole_one_the_initial_model_is_left_as_it_was(copied: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_directory_that_cannot_be_renamed_is_told(copied: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "rename", read_only)
     step = make_step()
-    with pytest.raises(ConfigError, match="setting a damaged checkpoint aside: .*Read-only file system"):
+    with pytest.raises(ConfigError, match=r"setting a damaged checkpoint aside: .*Read-only file system"):
         checkpoints_in(copied).restore(step.model, step.optimizer)
 
 
@@ -283,11 +283,25 @@ def test_batches_that_the_journal_has_lost_are_a_refusal_that_says_what_to_do(tm
 
     class Forgetful(FakeLink):
         def pull(self, training_step: int) -> RankBatch | None:
-            raise CorruptDataError(f"the batch of step {training_step} of p lacks trajectories g3")
+            raise BatchLostError(f"the batch of step {training_step} of p lacks trajectories g3")
 
     begin = ["the checkpoint of step 2", "the initial model"][num_damaged - 1]
     with pytest.raises(CannotReplayError) as refused:
         Trainer(tmp_path, Forgetful(ledger=first.ledger)).live()
-    assert f"the run is at step 4, and going on from {begin} needs" in refused.value.message
-    assert "step_000004.damaged (" in refused.value.message
+    assert "the run is at step 4; its newer checkpoints are damaged" in refused.value.message
+    assert f"going on from {begin} needs the batch of step {[3, 1][num_damaged - 1]}" in refused.value.message
+    assert "step_000004.damaged: " in refused.value.message
     assert "millrace checkpoints RUN" in refused.value.message and "millrace export RUN" in refused.value.message
+
+    # Whoever accepts the loss says so by removing them.
+    for path in tmp_path.glob("*.damaged"):
+        shutil.rmtree(path)
+
+    class WithoutThatStep(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            if training_step <= 4:
+                raise BatchLostError(f"the batch of step {training_step} of p lacks trajectories g3")
+            return super().pull(training_step)
+
+    resumed = Trainer(tmp_path, WithoutThatStep(ledger=first.ledger))
+    assert resumed.live() == STEPS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ModelMismatchError, VersionConflictError
+from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.types import RankBatch, WeightVersion
 from services.trainer import loop as loop_module
 from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
@@ -202,3 +202,21 @@ def test_a_failed_checkpoint_is_counted_and_tried_again_after_the_next_step(
     assert tried == [2, 3, 4, 5]
     assert link.checkpoint_steps == [0, 3, 4, 5]
     assert link.gauges["failed_checkpoints"] == trainer.loop.failed_checkpoints == 1
+
+
+def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: Path) -> None:
+    class Losing(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            if training_step == 2:
+                self.pulls.append(training_step)
+                raise BatchLostError("the batch of step 2 of model0 is not in the journal")
+            return super().pull(training_step)
+
+    link = Losing()
+    trainer = Trainer(tmp_path, link)
+    assert trainer.loop.recover(0, 3) == 3
+    assert link.pulls == [1, 2, 3]
+    assert link.gauges["steps_not_replayed"] == 1
+    assert link.published == [3]
+    with pytest.raises(BatchLostError):  # of a step that was never published, nothing may be left out
+        trainer.loop.run(1)
