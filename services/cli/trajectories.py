@@ -1,14 +1,14 @@
 """``millrace trajectories``: read real conversations of a run in the terminal.
 
-Reads the journal's segments directly (they are plain jsonl), newest last, and decodes token ids with the run's own
-tokenizer. Policy tokens and environment tokens are told apart by colour, exactly as they were sampled and read.
-Asks nothing but the disk: without the tokenizer's files ids are shown.
+Reads the journal, newest last, and decodes token ids with the run's own tokenizer. Policy tokens and environment tokens
+are told apart by colour, exactly as they were sampled and read. Asks nothing but the disk: without the tokenizer's files
+ids are shown.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from services.cli.rows import Row, read_rows
-from services.cli.run_state import check_run_directory
+from services.cli.rows import Row
+from services.cli.trace.reading import open_journal
 from services.common.config.loading import load_resolved
 from services.common.errors import ConfigError
+from services.orchestrator.journal import records
+from services.orchestrator.journal.rollouts import plain_trajectory
 
 
 def read_trajectories(
@@ -31,14 +33,14 @@ def read_trajectories(
     max_reward: float | None = None,
 ) -> list[Row]:
     """The newest trajectories of a run that match, oldest first; raises ``ConfigError`` when there is no journal."""
-    chosen: deque[Row] = deque(maxlen=last)
-    for row in _rows(run_dir):
-        reward = row.get("reward")
-        if reward is None or (group is not None and row["task_group_id"] != group):
-            continue
+    chosen: list[Row] = []
+    for row in _newest_first(run_dir, group):
+        reward = row["reward"]
         if (min_reward is None or reward >= min_reward) and (max_reward is None or reward <= max_reward):
             chosen.append(row)
-    return list(chosen)
+        if len(chosen) >= last:
+            break
+    return chosen[::-1]
 
 
 def show(run_dir: Path, rows: list[Row], console: Console) -> None:
@@ -53,13 +55,14 @@ def show(run_dir: Path, rows: list[Row], console: Console) -> None:
             console.print(_panel(row, sequence, tokenizers[policy]))
 
 
-def _rows(run_dir: Path) -> Iterator[Row]:
-    segments = sorted((run_dir / "journal").rglob("*.jsonl"))
-    if not segments:
-        check_run_directory(run_dir)
-        raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
-    for segment in segments:
-        yield from read_rows(segment)
+def _newest_first(run_dir: Path, group: str | None) -> Iterator[Row]:
+    with closing(open_journal(run_dir)) as reader:
+        found = list(reader.rows_of(records.TRAJECTORY))
+        if not found:
+            raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
+        for row in reversed(found):
+            if group in (None, row.key.rpartition("/")[0]) and (record := reader.load(row)) is not None:
+                yield plain_trajectory(record)
 
 
 class _Ids:

@@ -57,6 +57,10 @@ class Checkpoints:
         self._keep = keep
         self._ranks = ranks
 
+    def kept(self) -> list[int]:
+        """The training steps of the complete checkpoints, ascending."""
+        return self._steps()
+
     def newest(self) -> int | None:
         """The training step of the newest complete checkpoint."""
         return max(self._steps(), default=None)

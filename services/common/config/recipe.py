@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
+from services.common.config.deterministic import conflicts
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.placement import check_placement
@@ -37,6 +38,11 @@ class RunConfig(Section):
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
+    deterministic: bool = False
+    """The final weights are the same bits whenever recipe and starting checkpoint are the same, whatever dies meanwhile. Every
+    rollout of a step plays the version before it, batches are made in the order in which task groups were issued, and an
+    engine computes one request at a time: slower, for tests and for finding faults. Settings with which it cannot hold are
+    refused. It holds on one kind of machine, with judges that give equal answers, while no rollout fails for good."""
     resume: Literal["auto", "never"] = "never"
     """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
     and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
@@ -121,7 +127,12 @@ class Recipe(Section):
         self._check_evaluation()
         self._check_evaluation_fits()
         self._check_security()
+        self._check_deterministic()
         return self
+
+    def _check_deterministic(self) -> None:
+        if self.run.deterministic and (found := conflicts(self)):
+            raise ValueError(f"run.deterministic cannot hold: {'; '.join(found)}")
 
     def _check_sampling(self) -> None:
         cuts = self.sampling.cuts() if self.run.steps else []

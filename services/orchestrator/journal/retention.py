@@ -1,6 +1,6 @@
 """Which trajectory segments may be deleted: closed ones that no replay and nothing live can need.
 
-Batches since the last durable checkpoint of their policy are never collected, nor what they refer to. A segment goes as
+Batches since the oldest kept checkpoint of their policy are never collected, nor what they refer to. A segment goes as
 a whole or stays. Batches, versions, task groups and evaluations stay for ever; they are small.
 """
 
@@ -14,8 +14,10 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
 
 
-def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: Collection[str]) -> list[int]:
+def collect(journal: Journal, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]) -> list[int]:
     """Delete what may go; returns the segments. Blocking: call it in a thread.
+
+    ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from.
 
     ``live_groups`` are task groups that are running or have sequences in a buffer; what is recorded after they were
     listed lies in a segment that is still being written.
@@ -30,7 +32,7 @@ def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: 
         for row in reader.rows():
             if row.kind == records.BATCH:
                 policy, _, step = row.key.rpartition("/")
-                if int(step) > checkpoint_steps.get(policy, 0):
+                if int(step) > oldest_checkpoint_steps.get(policy, 0):
                     record = reader.load(row)
                     entries = [] if record is None else records.batch_from_json(record).entries
                     needed.update(split_sequence_id(entry.sequence_id)[0] for entry in entries)
@@ -41,8 +43,7 @@ def collect(journal: Journal, checkpoint_steps: Mapping[str, int], live_groups: 
         if current is None:
             return []
         removable = sorted(segment for segment in segments - kept if segment < current)
-        for segment in removable:
-            reader.remove_segment(records.TRAJECTORY, segment)
+        journal.remove_segments(records.TRAJECTORY, removable)
         return removable
     finally:
         reader.close()
