@@ -39,8 +39,11 @@ async def test_every_class_of_written_answers_gets_its_verdict() -> None:
         results = await asyncio.gather(
             *(reward({"answer": p.truth}, f"So it is $\\boxed{{{p.answer}}}$.") for p in table)
         )
+        twice = await reward({"answer": "7"}, r"so \boxed{7}. Checked: \boxed{7}")
+        either = await reward({"answer": "7"}, r"so \boxed{8} or \boxed{7}")
     finally:
         await pool.close()
+    assert (twice.outcome, either.outcome) == (RewardOutcome.CORRECT, RewardOutcome.WRONG)
     told = [
         (p.kind, p.truth, p.answer, result.outcome.value)
         for p, result in zip(table, results, strict=True)
@@ -60,15 +63,3 @@ async def test_an_answer_that_is_hard_to_read_is_worth_0_and_never_drawn_again()
         assert (await pool.grade("7", "\\boxed{7.0}")).outcome is RewardOutcome.CORRECT
     finally:
         await pool.close()
-
-
-def test_the_same_box_twice_is_one_answer() -> None:
-    async def graded(completion: str) -> RewardOutcome:
-        pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=5.0))
-        try:
-            return (await MathReward(pool)({"answer": "7"}, completion)).outcome
-        finally:
-            await pool.close()
-
-    assert asyncio.run(graded(r"so \boxed{7}. Checked: \boxed{7}")) is RewardOutcome.CORRECT
-    assert asyncio.run(graded(r"so \boxed{8} or \boxed{7}")) is RewardOutcome.WRONG
