@@ -263,7 +263,10 @@ async def test_a_process_that_speaks_between_cells_is_ended(process: LiveProcess
     assert (await process.run(code)).status is S.OK
     await asyncio.sleep(0.6)
     result = await process.run("print(1)")
-    assert not result.alive and (result.status, result.detail) == (S.RUNTIME_ERROR, "the code wrote to the process's own channel")
+    assert not result.alive and (result.status, result.detail) == (
+        S.RUNTIME_ERROR,
+        "the code wrote to the process's own channel",
+    )
 
 
 async def test_others_files_memory_and_network_are_closed(isolated_pool: SandboxPool, tmp_path: Path) -> None:

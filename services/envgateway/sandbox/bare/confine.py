@@ -40,9 +40,7 @@ _PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, reso
 class Confinement:
     """Prepared once per zygote and slot; ``apply`` runs in the child and cannot be undone."""
 
-    def __init__(
-        self, tier: str, slot_dirs: list[str], readable: list[str], tools: list[str], accounted: bool
-    ) -> None:
+    def __init__(self, tier: str, slot_dirs: list[str], readable: list[str], tools: list[str], accounted: bool) -> None:
         """``readable``: trees that any program may read; ``tools``: those that only a compiler may read and execute;
         ``accounted``: a cgroup counts all memory."""
         self._tier = tier

@@ -1,11 +1,11 @@
 """What a program may not gain by its bytes, its memory or its files: rows 54 to 59, at every tier.
 
-    54  a harness's channel: garbage, half frames, frames of others; never another try
-    55  the sandbox's own signals; never another try
-    56  memory that is in no resident set
-    57  files beside the work dir
-    58  the gateway and other processes of the same user
-    59  locks and notifications on files that all may read
+54  a harness's channel: garbage, half frames, frames of others; never another try
+55  the sandbox's own signals; never another try
+56  memory that is in no resident set
+57  files beside the work dir
+58  the gateway and other processes of the same user
+59  locks and notifications on files that all may read
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _LOOP = AssertTests(  # a loop is nothing that can be read off: these tests run,
     tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate(n) == 5\n", entry_point="f"
 )
 _PASSED_ON = AssertTests(
-    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate([candidate(n)]) == 5\n", entry_point="f"
+    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate([candidate(n)]) == 5\n",
+    entry_point="f",
 )
 _CALL = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected=5),))
 
@@ -169,7 +170,7 @@ for target in {pid, os.getppid(), 1} - {0}:
         attempt("kill", lambda: os.kill(target, number))
         attempt("queue", lambda: call(129, target, number, b"\\0" * 128))
         attempt("tgkill", lambda: call(234, target, target, number))
-    attempt("group", lambda: os.killpg(target, 0))
+    attempt("group", lambda: os.killpg(pid, 0))
     attempt("pidfd", lambda: call(434, target, 0))
     attempt("memory", lambda: call(310, target, b"", 1, b"", 1, 0))
     attempt("trace", lambda: call(101, 16, target, 0, 0))
