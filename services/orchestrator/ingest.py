@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 import structlog
 
-from services.common import fates, kept_tokens
+from services.common import fates, kept_tokens, masked
 from services.common.types import Purpose, RolloutFailure, Sampling, Segment, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal import records, rollouts
@@ -25,7 +25,7 @@ from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
-INVALID_RECORD = "INVALID_RECORD"
+INVALID_RECORD = masked.INVALID_RECORD
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
