@@ -152,7 +152,8 @@ class Ingest:
     def _bounded(self, record: Outcome, fault: Refusal | None, sender: Incarnation | None) -> Outcome:
         """What is stored of a record: with a fault, a failure of its slot."""
         if fault is not None:
-            self.refusals.refused(record.replica_id, record.task_group_id, record.index, fault)
+            replica_id = record.replica_id if sender is None else sender[0]
+            self.refusals.refused(replica_id, record.task_group_id, record.index, fault)
             self._drop(record, RecordOutcome.INVALID)
             return RolloutFailure(
                 task_group_id=record.task_group_id,
