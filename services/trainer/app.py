@@ -114,7 +114,9 @@ def _train(
     checkpoint_step = checkpoints.newest() or 0
     if checkpoint_step:
         checkpoints.load(checkpoint_step, step.model, step.optimizer)
-    newest_version = thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
+    newest_version = (
+        thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
+    )
     newest_version = int(ranks.max(torch.tensor(newest_version, device=ranks.device)))
     _leave_on_signal(client, thread)  # from here on every wait heeds it
     loop = TrainingLoop(
