@@ -21,6 +21,7 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     address: str  # where its health service answers
+    forked: bool = False  # may be forked from a process that has imported torch
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -73,6 +74,7 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
         *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
+        forked=service.engine in ("torch", "forced") and service.device == "cpu",
     )
 
 
@@ -112,6 +114,7 @@ def trainer_process(
         *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
+        forked=trainer.num_ranks == 1 and trainer.device == "cpu",
     )
 
 
@@ -165,9 +168,21 @@ def ports_in_use(recipe: Recipe) -> list[str]:
 
 
 def _spec(
-    name: str, address: str, module: str, *arguments: str, threads: int = 1, gpus: Sequence[int] = ()
+    name: str,
+    address: str,
+    module: str,
+    *arguments: str,
+    threads: int = 1,
+    gpus: Sequence[int] = (),
+    forked: bool = False,
 ) -> ProcessSpec:
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return ProcessSpec(name=name, argv=(sys.executable, "-m", module, *arguments), address=address, env=env)
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, "-m", module, *arguments),
+        address=address,
+        env=env,
+        forked=forked and threads == 1 and not gpus,  # the number of threads is read when torch is imported
+    )

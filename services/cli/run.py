@@ -140,7 +140,10 @@ def _start(
     later: Collection[str],  # processes that cannot be ready before other nodes have come
 ) -> None:
     specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
-    for spec in specs:
+    if recipe.launch.fork and any(spec.forked for spec in specs):
+        processes.fork_where_possible()
+    # What is forked comes last: its start waits for the imports, beside which the others come up.
+    for spec in sorted(specs, key=lambda spec: spec.forked):
         processes.start(spec)
     _write_pids(run_dir, processes)
     with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
