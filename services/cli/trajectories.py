@@ -1,11 +1,13 @@
 """``millrace trajectories``: read real conversations of a run in the terminal.
 
-Reads the journal, newest last, and decodes token ids with the run's own tokenizer. Policy tokens and environment tokens are told apart by colour, exactly as they were sampled and read.
+Reads the journal, newest last, and decodes token ids with the run's own tokenizer. Policy tokens and environment tokens
+are told apart by colour, exactly as they were sampled and read. Asks nothing but the disk: without the tokenizer's files
+ids are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def show(run_dir: Path, rows: list[Row], console: Console) -> None:
         for sequence in row["sequences"]:
             policy = sequence["policy"]
             if policy not in tokenizers:
-                tokenizers[policy] = _tokenizer(recipe.model_path(policy, run_dir))
+                tokenizers[policy] = _tokenizer(policy, recipe.model_path(policy, run_dir), console)
             console.print(_panel(row, sequence, tokenizers[policy]))
 
 
@@ -63,17 +65,36 @@ def _newest_first(run_dir: Path, group: str | None) -> Iterator[Row]:
                 yield plain_trajectory(record)
 
 
-def _tokenizer(path: str) -> Any:
+class _Ids:
+    """Shows ids as numbers, where there is no tokenizer to decode them."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return f"[{' '.join(map(str, token_ids))}] "
+
+
+def _tokenizer(policy: str, path: str, console: Console) -> Any:
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        # transformers asks the hub about a name even when told not to; a folder it only reads.
+        folder = path if Path(path).is_dir() else snapshot_download(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:  # gone, cut off, or of a class that this version does not know
+        console.print(
+            f"The tokenizer of {policy} is not on this machine ({path}: {type(error).__name__}). Token ids are shown "
+            "instead of text; put the model's directory back, or download the model, to read the text.",
+            style="yellow",
+            markup=False,
+        )
+        return _Ids()
 
 
 def _panel(row: Row, sequence: Row, tokenizer: Any) -> Panel:
     text = Text()
     for segment in sequence["segments"]:
         policy = segment["source"] == "policy"
-        text.append(tokenizer.decode(segment["token_ids"]), style="bold green" if policy else "dim")
+        text.append(_printable(tokenizer.decode(segment["token_ids"])), style="bold green" if policy else "dim")
     versions = sorted({s["weight_version"] for s in sequence["segments"] if s["source"] == "policy"})
     policy_tokens = sum(len(s["token_ids"]) for s in sequence["segments"] if s["source"] == "policy")
     facts = f"{policy_tokens} sampled tokens, weight versions {versions}, ended by {sequence['stop_reason']}"
@@ -82,3 +103,11 @@ def _panel(row: Row, sequence: Row, tokenizer: Any) -> Panel:
         title=f"{row['task_group_id']}/{row['index']}  {sequence['policy']} as {sequence['role']}  reward {sequence['reward']:g}",
         title_align="left",
     )
+
+
+def _printable(text: str) -> str:
+    """The text with control characters shown: what a policy or a tool wrote sends nothing to the terminal."""
+    return text.translate(_SHOWN)
+
+
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

@@ -45,6 +45,7 @@ from services.orchestrator.servicer_pool import PoolServicer
 from services.orchestrator.servicer_run import RunServicer
 from services.orchestrator.servicer_training import TrainingServicer
 from services.orchestrator.survey import first_facts
+from services.orchestrator.vocabulary import vocab_sizes
 from services.orchestrator.watch import Watch
 
 log = structlog.get_logger()
@@ -191,4 +192,5 @@ def _ring(
         evaluation_sources={name: sources[f"{EVALUATION}.{name}"] for name in recipe.data.evaluation},
         run_mark=begun["mark"],
         started_at=begun["started_at"],
+        vocab_sizes=vocab_sizes(recipe, run_dir),
     )

@@ -15,9 +15,11 @@ from types import MappingProxyType
 import orjson
 
 from services.common.config.data import EvaluationConfig
+from services.common.finite import finite
 from services.common.seeds import derived_seed
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.orchestrator.datasets import TaskSource
+from services.orchestrator.experience import MOST_ROLES, OTHER_ROLES
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.orders import GroupNames, sampling_of
@@ -105,8 +107,10 @@ class EvaluationPass:
         self.rewards.setdefault(row, []).append(reward)
         for sequence in outcome.sequences:
             role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
+            if role not in self.roles and len(self.roles) >= MOST_ROLES:
+                role = OTHER_ROLES
             total, count = self.roles.get(role, (0.0, 0))
-            self.roles[role] = (total + sequence.reward, count + 1)
+            self.roles[role] = (finite(total + sequence.reward), count + 1)
             for segment in sequence.segments:
                 if segment.is_policy:
                     policy, version = sequence.policy, segment.weight_version

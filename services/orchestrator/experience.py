@@ -17,6 +17,7 @@ from typing import Literal
 
 from services.common import fates
 from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
+from services.common.finite import finite
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
@@ -29,6 +30,9 @@ from services.orchestrator.journal.records import BatchRecord, Verdict
 from services.orchestrator.members import member_fates
 from services.orchestrator.rewards import RewardRules, is_timeout, without_masked
 from services.orchestrator.unfinished import UnfinishedGroups
+
+MOST_ROLES = 256  # names of roles are words of workflows: those beyond are told together
+OTHER_ROLES = "other"
 
 
 @dataclass(slots=True)
@@ -56,8 +60,10 @@ class StepStatistics:
         for sequence in trajectory.sequences:
             if sequence.policy == policy:
                 role = f"{sequence.role}/{sequence.attempt}"
+                if role not in self.roles and len(self.roles) >= MOST_ROLES:
+                    role = OTHER_ROLES
                 total, count = self.roles.get(role, (0.0, 0))
-                self.roles[role] = (total + sequence.reward, count + 1)
+                self.roles[role] = (finite(total + sequence.reward), count + 1)
 
     def summary(self) -> dict[str, float]:
         """Without ``rollout_reward_mean`` when no trajectory came in since."""
@@ -187,7 +193,7 @@ class Experience:
             statistics = self._since_batch[policy]
             if isinstance(outcome, Trajectory):
                 statistics.note_roles(policy, outcome)
-                statistics.reward_sum += outcome.reward
+                statistics.reward_sum = finite(statistics.reward_sum + outcome.reward)
                 statistics.num_trajectories += 1
             elif outcome.reason == fates.TOO_OLD:
                 statistics.num_cancelled += 1
@@ -291,7 +297,7 @@ class Experience:
     def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
         since = self._since_batch[judged.policy]
         since.num_clipped += num_clipped
-        since.trained_sum += judged.mean * judged.num_compared
+        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
         since.num_transformed += judged.num_compared
         self._counters[fates.StepFact.REWARDS_CLIPPED.value] += num_clipped
 

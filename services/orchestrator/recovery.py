@@ -161,6 +161,8 @@ class _Recovery:
         elif row.kind == records.ASSIGNMENT:
             self.owners[row.key] = value[:2]
             group = ring.groups.get(row.key)
+            if group is not None:
+                group.owners.add(self.owners[row.key])
             if group is not None and group.is_training:
                 ring.experience.reissued(group, value[2])
         elif row.kind in _OUTCOMES:
@@ -187,6 +189,7 @@ class _Recovery:
             ring.training_orders.curriculum.resume_after(issued.position)
         ring.groups[group.id] = group
         self.owners[group.id] = (issued.replica_id, issued.incarnation)
+        group.owners.add(self.owners[group.id])
         if group.is_training:
             ring.experience.issued(group)
         else:
@@ -234,7 +237,9 @@ class _Recovery:
                 ring.judged_before.discard(name)
                 self.found.surplus.pop(name, None)
         elif row.kind == records.ASSIGNMENT:
-            self.owners[row.key] = ("", "")  # whoever plays it says so, or it is issued again
+            self.owners[row.key] = ("", "")  # the replica that plays it says so, or it is issued again
+            if row.key in ring.groups:
+                ring.groups[row.key].lacks_owner = True
         elif row.kind == records.VERSION and policy in ring.ledgers and number is not None:
             ring.lose_version(policy, number)
         elif row.kind == records.BATCH and policy in ring.batches and number is not None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -24,6 +25,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.types import WeightVersion
 from services.orchestrator.batches import Batches
+from services.orchestrator.bounds import RecordBounds
 from services.orchestrator.commands import PauseTraining, ResumeTraining
 from services.orchestrator.curation import AcceptAll, build_curation
 from services.orchestrator.curriculum import Curriculum
@@ -44,6 +46,7 @@ from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool
 from services.orchestrator.quarantine import Quarantine
+from services.orchestrator.refusals import Refusals
 from services.orchestrator.rewards import RewardRules
 from services.orchestrator.run_control import RunControl
 from services.orchestrator.stalls.standing import Standing
@@ -66,7 +69,9 @@ class Ring:
         run_mark: str,
         started_at: float,
         clock: Callable[[], float] = time.monotonic,
+        vocab_sizes: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
+        """``vocab_sizes``: rows of each policy's embedding, as far as they are known before its trainer joins."""
         assert recipe.run.id is not None
         self.recipe = recipe
         self.run_id: str = recipe.run.id
@@ -154,8 +159,17 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
-            self.groups, self.names.was_issued, self.ledgers, journal, self.counters, self._resolved, recipe.teachers
+            self.groups,
+            self.names.was_issued,
+            self.ledgers,
+            journal,
+            self.counters,
+            self._resolved,
+            bounds=self.bounds,
+            refusals=Refusals(self.counters, clock),
+            is_member=lambda sender: self.pool.has_met(*sender),
         )
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
         self._changed = asyncio.Event()

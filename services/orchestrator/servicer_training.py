@@ -48,6 +48,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request.recovered_version,
             dict(request.labels),
             request.kept_checkpoint_steps,
+            request.vocab_size,
         )
         mailbox = trainer.mailbox
         assert mailbox is not None

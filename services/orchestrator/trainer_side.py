@@ -32,11 +32,14 @@ class TrainerSide:
         recovered_version: int,
         labels: Mapping[str, str],
         kept_checkpoint_steps: Iterable[int] = (),
+        vocab_size: int = 0,
     ) -> Trainer:
-        """Give the policy's lease to a trainer; raises UnknownPolicyError."""
+        """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 where it does
+        not say."""
         ring = self._ring
         trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered_version, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)
         ring.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None

@@ -114,6 +114,7 @@ def _train(
     checkpoint_step = checkpoints.newest() or 0
     if checkpoint_step:
         checkpoints.load(checkpoint_step, step.model, step.optimizer)
+    client.vocab_size = step.vocab_size
     newest_version = (
         thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
     )

@@ -58,6 +58,6 @@ def save_weights(causal_lm: Any, directory: Path, weights: dict[str, torch.Tenso
         # The config still names the type of the master weights.
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         config.dtype = dtype
         config.save_pretrained(directory)

@@ -85,6 +85,7 @@ class OrchestratorClient:
         self._run_id = run_id
         self.policy = policy
         self._num_ranks = num_ranks
+        self.vocab_size = 0  # rows of the model's embedding, told when it joins; 0: not known
         self._rank = 0
         self._incarnation = uuid.uuid4().hex
         self._channel = channel(address, Peer.ORCHESTRATOR)
@@ -171,6 +172,7 @@ class OrchestratorClient:
             recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
             kept_checkpoint_steps=self.report.kept_checkpoint_steps,
+            vocab_size=self.vocab_size,
         )
         async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
             command = response.WhichOneof("command")

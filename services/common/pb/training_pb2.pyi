@@ -52,6 +52,7 @@ class JoinTrainingRequest(google.protobuf.message.Message):
     NUM_RANKS_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
     incarnation: builtins.str
@@ -60,6 +61,8 @@ class JoinTrainingRequest(google.protobuf.message.Message):
     """The version that its checkpoint holds."""
     num_ranks: builtins.int
     """How many ranks it has."""
+    vocab_size: builtins.int
+    """Rows of the model's embedding: token ids are below it. 0 when the trainer does not say."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Facts for people."""
@@ -79,8 +82,9 @@ class JoinTrainingRequest(google.protobuf.message.Message):
         num_ranks: builtins.int = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        vocab_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "labels", b"labels", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "labels", b"labels", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___JoinTrainingRequest: typing_extensions.TypeAlias = JoinTrainingRequest
 

@@ -173,7 +173,7 @@ class World:
     async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
         answers: list[RecordOutcome] = []
         for outcome in outcomes:
-            self.ring.ingest.submit(outcome, answers.append)
+            self.ring.ingest.submit(outcome, lambda answer: answers.append(answer.outcome))
         await self.settle()
         return answers
 
