@@ -20,6 +20,7 @@ CLOCKS, ACKS = "CHAOS_CLOCKS", "CHAOS_ACKS"
 LOOK_S = 0.1
 
 _true_time, _true_time_ns = time.time, time.time_ns
+_installed = False
 _looked: tuple[float, float] = (-1.0, 0.0)  # when the file was read last, and what it held
 
 
@@ -59,8 +60,12 @@ def _install_acknowledgements() -> None:
 
 
 def install() -> None:
-    _install_clock()
-    _install_acknowledgements()
+    """Once in a process, and in what it forks."""
+    global _installed
+    if not _installed:
+        _install_clock()
+        _install_acknowledgements()
+        _installed = True
 
 
 if __name__ == "__main__":

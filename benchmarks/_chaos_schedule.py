@@ -49,7 +49,9 @@ class Fault:
     pause_s: float  # between the recovery from it and the next
 
 
-def schedule(seed: int, kinds: Collection[Kind] = tuple(Kind), pauses_s: tuple[float, float] = (0.5, 2.0)) -> Iterator[Fault]:
+def schedule(
+    seed: int, kinds: Collection[Kind] = tuple(Kind), pauses_s: tuple[float, float] = (0.5, 2.0)
+) -> Iterator[Fault]:
     """Faults without end; the same for the same seed and kinds."""
     rng = random.Random(seed)
     ordered = [kind for kind in Kind if kind in kinds]

@@ -1,7 +1,7 @@
 """The launcher's side of ``services.common.forking``: trainers and replicas on a CPU start without importing torch anew.
 
-Importing torch and the model library costs a process five seconds of a core, at every restart. Where the server cannot be
-had, processes are started as any other.
+Importing torch and the model library costs a process five seconds of a core, at every restart; the other services cost one,
+and are forked when they are started again. Where the server cannot be had, processes are started as any other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Protocol
 
 import structlog
@@ -45,6 +46,8 @@ MODULES = (
     "services.inference.weights.fetcher",
     "services.inference.weights.relay",
     "services.inference.weights.updater",
+    "services.orchestrator.app",
+    "services.envgateway.app",
 )
 
 
@@ -91,7 +94,10 @@ class Adopted:
 class ForkServer:
     """One server process; it is started with this object, and answers once its imports are done."""
 
-    def __init__(self, log_file: Path, modules: Sequence[str] = MODULES) -> None:
+    def __init__(
+        self, log_file: Path, modules: Sequence[str] = MODULES, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """``variables``: of the environment in which the modules are imported."""
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         with log_file.open("ab") as output:
             self._process = subprocess.Popen(
@@ -105,6 +111,7 @@ class ForkServer:
                     "OMP_NUM_THREADS": "1",
                     "TOKENIZERS_PARALLELISM": "false",
                     "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
+                    **variables,
                 },
                 start_new_session=True,
             )

@@ -56,10 +56,15 @@ class Processes:
         self._well_after_s = well_after_s
         self._running: dict[str, Running] = {}
         self._forks: ForkServer | None = None
+        self._own_forks = False
 
-    def fork_where_possible(self) -> None:
-        """Start specs that are ``forked`` from one process that has imported what they need, the first time and again."""
-        self._forks = ForkServer(self._logs / "fork-server.stderr")
+    def fork_where_possible(self, server: ForkServer | None = None) -> None:
+        """Start specs that are ``forked`` from one process that has imported what they need, the first time and again.
+
+        ``server``: one that several launches share; else there is one for these processes, which ends with them.
+        """
+        self._own_forks = server is None
+        self._forks = server or ForkServer(self._logs / "fork-server.stderr")
 
     def start(self, spec: ProcessSpec) -> None:
         self._running[spec.name] = Running(spec, self._popen(spec))
@@ -149,7 +154,7 @@ class Processes:
 
     def _start_again(self, process: Running, why: str) -> None:
         try:
-            process.popen = self._popen(process.spec)
+            process.popen = self._popen(process.spec, again=True)
         except OSError as error:
             if error.errno not in _FOR_NOW:
                 raise
@@ -175,12 +180,13 @@ class Processes:
             process.popen.wait()
         self._running.clear()
         if self._forks is not None:
-            self._forks.stop()
+            if self._own_forks:
+                self._forks.stop()
             self._forks = None
 
-    def _popen(self, spec: ProcessSpec) -> Process:
+    def _popen(self, spec: ProcessSpec, again: bool = False) -> Process:
         environment = {**os.environ, **spec.env, DIE_WITH_PARENT: str(os.getpid())}
-        if spec.forked and self._forks is not None:
+        if self._forks is not None and (spec.forked == "always" or (again and spec.forked == "again")):
             forked = self._forks.start(spec.argv, environment, self._logs / f"{spec.name}.stderr")
             if forked is not None:
                 log.info("process.started", process=spec.name, pid=forked.pid, forked=True)

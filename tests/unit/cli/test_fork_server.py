@@ -143,7 +143,7 @@ def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: 
     try:
         processes.fork_where_possible()
         argv = (sys.executable, "-m", "forked_module", "wait")
-        processes.start(ProcessSpec(name="one", argv=argv, address="", forked=True))
+        processes.start(ProcessSpec(name="one", argv=argv, address="", forked="always"))
         first = processes.pids()["one"]
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: not processes.watch() and processes.pids()["one"] != first)
