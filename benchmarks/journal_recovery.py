@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="at most a minute")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # thousands of damages are named
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
+    )  # thousands of damages are named
     num_places = 20 if options.quick else 200
     num_restarted = 50_000 if options.quick else MILLION
     left_out = {}

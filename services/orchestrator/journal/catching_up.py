@@ -15,7 +15,7 @@ import structlog
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.index import Index, Indexed, Row
 from services.orchestrator.journal.scan import header_before, scan
-from services.orchestrator.journal.segments import Place, sizes_in
+from services.orchestrator.journal.segments import Place, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -73,6 +73,11 @@ def synchronise(directory: Path, index: Index, ends: Mapping[Place, int] | None 
         index.forget(*place, lost)
         told += lost
     return told
+
+
+def synchronise_one(directory: Path, index: Index, place: Place) -> list[Damage]:
+    """Add a closed segment that the index does not know; returns its damage. Raises as ``synchronise``."""
+    return _scan_into(directory, index, place, segment_path(directory, *place).stat().st_size)
 
 
 def log_damage(damage: list[Damage], directory: Path) -> None:

@@ -221,6 +221,10 @@ class Index:
             self._add((kind, segment), left, end, [lost])
         return lost
 
+    def flush(self) -> None:
+        """What was added and removed survives a power cut from now on."""
+        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+
     # --- asking ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[Row]:

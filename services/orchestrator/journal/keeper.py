@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
-from services.orchestrator.journal.catching_up import log_damage, synchronise
+from services.orchestrator.journal.catching_up import log_damage, synchronise, synchronise_one
 from services.orchestrator.journal.damage import Damage
 from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
 from services.orchestrator.journal.segments import Place
@@ -78,6 +78,24 @@ class IndexKeeper:
             self._index.forget(kind, segment, runs=runs)
         except UNUSABLE as error:
             self._fall_behind(error)
+
+    def replace(self, kind: str, segment: int, rename: Callable[[], None]) -> bool:
+        """Have ``rename`` put another file in the place of a closed segment. False, and nothing has changed, while the index
+        is behind: it must not know places in a file that is gone."""
+        if self.behind:
+            return False
+        try:
+            self._index.forget(kind, segment)
+            self._index.flush()
+        except sqlite3.Error as error:
+            self._fall_behind(error)
+            return False
+        rename()
+        try:
+            log_damage(synchronise_one(self._directory, self._index, (kind, segment)), self._directory)
+        except sqlite3.Error as error:
+            self._fall_behind(error)
+        return True
 
     def close(self) -> None:
         self._index.close()
