@@ -1,7 +1,7 @@
 """Can the judge be broken? Every bad input at tier 2 and tier 1, then a hostile mix at full load beside honest jobs.
 
 First each bad input of tests/integration/envgateway/cases (rows 1 to 48 of the table of bad inputs, most in several
-forms), a judgement that is cancelled (49) and a supervisor that is killed in mid-run (50): the verdict must be the expected
+forms, and rows 54 to 59, about what crosses between test code and a program), a judgement that is cancelled (49) and a supervisor that is killed in mid-run (50): the verdict must be the expected
 one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
 formulas: for these their tests are run, with real processes and a real Redis.
 
