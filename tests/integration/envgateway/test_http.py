@@ -110,7 +110,7 @@ async def test_bytes_that_are_no_text_equal_no_expected_text(client: Client) -> 
     for printed, expected in (("\ufffd", "\ufffd"), ("é\r\n", "é"), ("a\r\nb", "a\nb"), ("\ufeff1", "\ufeff1")):
         result = await client.run(f"import os; os.write(1, {printed.encode()!r})", expected_output=expected)
         assert result["success"], printed
-    for printed, expected in (("\ufeff1", "1"), ("1\0", "1"), ("1", "\ud800")):
+    for printed, expected in (("\ufeff1", "1"), ("1\0", "1")):
         result = await client.run(f"import os; os.write(1, {printed.encode()!r})", expected_output=expected)
         assert not result["success"], printed
 
