@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.refused import refusal_warning
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
 from services.cli.units import format_change
@@ -41,12 +42,30 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(time_table(shares_of(progress.accounts)))
     if progress.stalls:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
+    if warning := refusal_warning(progress.counters):
+        parts.append(Text(f"  {warning}", style="bold yellow"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
+    masked = _masked(progress.counters)
+    if masked:
+        parts.append(Text(masked, style="yellow"))
     if progress.counters:
-        shown = "  ".join(f"{name} {count}" for name, count in sorted(progress.counters.items()) if count)
+        shown = "  ".join(
+            f"{name} {count}" for name, count in sorted(progress.counters.items()) if count and "/" not in name
+        )
         parts.append(Text(f"  {shown}", style="dim"))
     return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def _masked(counters: Mapping[str, int]) -> str:
+    """Rollouts without a reward, and those that were played again, by policy and what failed; empty without any."""
+    lines = []
+    for name, count in sorted(counters.items()):
+        kind, _, rest = name.partition("/")
+        policy, _, cause = rest.partition("/")
+        if kind in ("masked", "redrawn") and count:
+            lines.append(f"  {count} rollouts of {policy} {kind}: {cause.replace('_', ' ')}")
+    return "\n".join(lines)
 
 
 def stall_words(stall: run_pb2.Stall) -> str:
@@ -165,6 +184,7 @@ class ProgressView:
         self._last_waits: list[str] = []
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
+        self._warned_of_refusals = False
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -197,6 +217,9 @@ class ProgressView:
             self._live.update(render(progress, self._title), refresh=True)
             return
         self._stalls.tell(progress.stalls)
+        if (warning := refusal_warning(progress.counters)) and not self._warned_of_refusals:
+            self._warned_of_refusals = True  # once: the counters say how many there are by now
+            self._print(warning, style="bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""

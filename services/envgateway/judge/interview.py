@@ -15,6 +15,7 @@ import json
 import secrets
 import struct
 import time
+from dataclasses import replace
 from typing import Any
 
 from services.common.assert_tests import TestNames, completed
@@ -81,6 +82,7 @@ class Interview:
         self._frames: _Frames | None = None
         self._died: ExecutionResult | None = None  # the program's end, in the case that is being asked
         self._case_time_s = 0.0
+        self._has_answered = False  # the program, in any way
 
     async def run(self) -> list[CaseResult] | str:
         """The cases, or why the tests cannot judge: what they do before they have called the program is their own fault."""
@@ -175,6 +177,7 @@ class Interview:
                 return await self._end_program(overdue=True)
             finally:
                 self._case_time_s += time.monotonic() - started
+            self._has_answered = True
             return _REPLY + reply if reply is not None else await self._end_program()
         except asyncio.CancelledError:
             if self._program is not None:
@@ -202,7 +205,9 @@ class Interview:
         program.cancel()
         result = await self._slot.wait(program, float(self._all_limits()["wall_s"]))
         if overdue:
-            result = _overdue(result)
+            result = _ended_by_us(result, ExecutionStatus.TIME_LIMIT, "wall time")
+        else:
+            result = _ended_by_us(result, ExecutionStatus.OUTPUT_LIMIT, "an answer that is too large, or no answer")
         self._died = result
         return _DIED + result.status.value.encode()
 
@@ -210,14 +215,20 @@ class Interview:
 
     def _all_limits(self, extra: float = 1.0) -> dict[str, float | int]:
         limits = dict(self._limits)
+        longest = max(self._slot.config.judging_time_s, float(limits["wall_s"]))
         for name in ("wall_s", "cpu_s"):
-            limits[name] = limits[name] * self._factor * extra
+            limits[name] = min(limits[name] * self._factor * extra, longest)
         limits["answer_bytes"] = limits["answer_bytes"] * _MOST_ANSWERS
         return limits
 
     def _unfinished(self, cases: list[CaseResult], result: ExecutionResult) -> list[CaseResult] | str:
-        """The checker ended before the tests did. What a program's values can lead to is the program's: else it would have
-        its sample dropped by them."""
+        """The checker ended before the tests did: too slow, too large, or tests that are no program.
+
+        What a program's values lead to is put down to the program: else it would have its sample drawn again by them.
+        """
+        if self._has_answered and (result.signal is not None or result.status is ExecutionStatus.CANCELLED):
+            result = _ended_by_us(result, ExecutionStatus.OUTPUT_LIMIT, "too much came of the program's answers")
+            return [*cases, case_result(len(cases), result, detail=f"in the tests: {result.detail}")]
         ended = result.status in (ExecutionStatus.COMPILE_ERROR, ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.OK)
         failed = result.status in (ExecutionStatus.CANCELLED, ExecutionStatus.INFRA_ERROR)
         if not self._num_calls and not failed:
@@ -238,9 +249,6 @@ def _parsed(frame: bytes) -> dict[str, Any] | None:
     return message if known else None
 
 
-def _overdue(result: ExecutionResult) -> ExecutionResult:
-    """We ended it because its case took too long; an end of its own, a moment before, stands."""
-    if result.status is not ExecutionStatus.CANCELLED:
-        return result
-    fields: dict[str, Any] = {name: getattr(result, name) for name in ExecutionResult.__slots__}
-    return ExecutionResult(**{**fields, "status": ExecutionStatus.TIME_LIMIT, "detail": "wall time"})
+def _ended_by_us(result: ExecutionResult, status: ExecutionStatus, detail: str) -> ExecutionResult:
+    """We ended it, for this reason; an end of its own, a moment before, stands."""
+    return replace(result, status=status, detail=detail) if result.status is ExecutionStatus.CANCELLED else result

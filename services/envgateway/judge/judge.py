@@ -46,6 +46,9 @@ MAX_CASES = 10_000
 _FRAME = struct.Struct("!I")
 _SLOW_TO_COMPARE = 1 << 16  # bytes from which comparing leaves the event loop
 
+# What a program can make of the frame that its harness should write: nothing of it is a failure of ours.
+_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 Wrong = Callable[[Any], str]  # what is wrong with the tree of a returned value; empty when nothing is
 
 
@@ -86,6 +89,7 @@ class _Judgement:
         self._limits = request.limits.within(slot.config)
         self._source = request.code.encode()
         self._profile = profile_of(self._source)
+        self._spent_s = 0.0  # of the slot's time, by the program
 
     async def run(self, direct: tuple[DirectAssert, ...] | None) -> JudgeResult:
         match self._request.tests:
@@ -111,10 +115,14 @@ class _Judgement:
                 return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
 
     async def _all(self, cases: list[Callable[[int], Awaitable[CaseResult]]]) -> JudgeResult:
-        """Each case on its own; what does not even compile is not tried again."""
+        """Each case on its own, until they have taken too long together; what does not even compile is not tried again."""
         results: list[CaseResult] = []
+        longest_s = self._slot.config.judging_time_s
         for index, judge_case in enumerate(cases):
-            if results and results[-1].verdict is Verdict.COMPILE_ERROR:
+            if self._spent_s >= longest_s:
+                detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
+                results.append(CaseResult(index=index, verdict=Verdict.TIME_LIMIT, detail=detail))
+            elif results and results[-1].verdict is Verdict.COMPILE_ERROR:
                 results.append(_again(results[-1], index))
             else:
                 results.append(await judge_case(index))
@@ -125,7 +133,10 @@ class _Judgement:
     async def _run(self, job: Job) -> SubmittedRun:
         """Once more when the machinery failed: the program has no part in it."""
         run = await self._slot.run(job)
-        return await self._slot.run(job) if run.result.result().status in RETRYABLE else run
+        if run.result.result().status in RETRYABLE:
+            run = await self._slot.run(job)
+        self._spent_s += run.result.result().slot_s
+        return run
 
     # -- programs -------------------------------------------------------------------------------------------------
 
@@ -261,8 +272,8 @@ def _framed_value(answer: bytes) -> bytes | None:
 def _judged_value(value: bytes, wrong: Wrong) -> str:
     try:
         return wrong(plain.parse(value))
-    except ValueError as error:
-        return f"the returned value is no data: {error}"
+    except _NO_DATA as error:
+        return f"the returned value is no data: {error!r}"
 
 
 async def _aside(size: int, function: Callable[..., str], *arguments: Any) -> str:
