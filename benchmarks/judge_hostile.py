@@ -202,7 +202,9 @@ async def measure(seconds: float, seed: int) -> None:
                 alone = {**await one_by_one(pool, world, cases), **await slowed(pool)}
             finally:
                 await pool.close()
-            pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, "num_slots": 4}))
+            pool = SandboxPool.start_before_threads(
+                CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, "num_slots": 4})
+            )
             try:
                 print(f"tier {tier}: {seconds / len(TIERS):g} s of everything at once")
                 together = await mixed(pool, world, cases, seconds / len(TIERS), seed)

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.refused import refusal_warning
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
 from services.cli.units import format_change
@@ -41,6 +42,8 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(time_table(shares_of(progress.accounts)))
     if progress.stalls:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
+    if warning := refusal_warning(progress.counters):
+        parts.append(Text(f"  {warning}", style="bold yellow"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
     masked = _masked(progress.counters)
@@ -181,6 +184,7 @@ class ProgressView:
         self._last_waits: list[str] = []
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
+        self._warned_of_refusals = False
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -213,6 +217,9 @@ class ProgressView:
             self._live.update(render(progress, self._title), refresh=True)
             return
         self._stalls.tell(progress.stalls)
+        if (warning := refusal_warning(progress.counters)) and not self._warned_of_refusals:
+            self._warned_of_refusals = True  # once: the counters say how many there are by now
+            self._print(warning, style="bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""

@@ -26,6 +26,7 @@
     ├── SupersededError           SUPERSEDED: newer work replaced this
     ├── CapacityError             CAPACITY_EXHAUSTED: wait ``retry_after_s``, or choose another replica
     ├── CorruptDataError          DIGEST_MISMATCH: a checksum does not match, fetch again in full
+    │   └── BatchLostError            BATCH_LOST: a recorded batch is damaged in the journal, and asking again brings nothing
     ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
     ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; what that costs is a setting
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
@@ -168,6 +169,12 @@ class CapacityError(MillraceError):
 
 class CorruptDataError(MillraceError):
     reason = "DIGEST_MISMATCH"
+
+
+class BatchLostError(CorruptDataError):
+    """The record of a batch, or every trajectory of it, cannot be used any more."""
+
+    reason = "BATCH_LOST"
 
 
 class DeadlineError(MillraceError):

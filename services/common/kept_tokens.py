@@ -192,10 +192,13 @@ def unpack(packed: bytes, token_ids: npt.NDArray[np.int32]) -> KeptSets:
     return KeptSets(left_out[read.row_of_token], rows[order], ids[order])
 
 
-def check(packed: bytes, token_ids: npt.NDArray[np.int32]) -> None:
-    """Whether ``unpack`` takes the bytes, without making the sets. ``ValueError`` says what is wrong."""
+def check(packed: bytes, token_ids: npt.NDArray[np.int32], vocab_size: int | None = None) -> None:
+    """Whether ``unpack`` takes the bytes, without making the sets, and every id is below ``vocab_size`` where that is given.
+    ``ValueError`` says what is wrong."""
     if packed:
-        _Read(packed, token_ids)
+        read = _Read(packed, token_ids)
+        if vocab_size is not None and (largest := read.largest_id()) >= vocab_size:
+            raise ValueError(f"kept tokens have the id {largest}, and the policy has ids 0 to {vocab_size - 1}")
 
 
 def head(packed: bytes, token_ids: npt.NDArray[np.int32], num_tokens: int) -> bytes:
@@ -280,6 +283,18 @@ class _Read:
         first_bit = 8 * (np.cumsum(sizes) - sizes)
         ids = np.concatenate([self.gap_ids, set_bits - first_bit[row_of_bit[set_bits]]])
         return np.bincount(rows, minlength=len(sizes)), ids[np.argsort(rows, kind="stable")]
+
+    def largest_id(self) -> int:
+        """Of all rows, the sampled tokens aside; -1 without any."""
+        largest = int(self.gap_ids.max(initial=-1))
+        sizes = self.numbers[self.kinds == RowKind.BITS]
+        ends = np.cumsum(sizes)
+        for size, end in zip(sizes.tolist(), ends.tolist(), strict=True):
+            used = np.flatnonzero(self.bits[end - size : end])
+            if len(used):
+                last = int(used[-1])
+                largest = max(largest, 8 * last + int(self.bits[end - size + last]).bit_length() - 1)
+        return largest
 
     def as_rows(self) -> list[KeptRow]:
         """The rows as they were before packing, without those that repeat one."""

@@ -1,4 +1,4 @@
-"""Keeps what a stranger can cause from filling the disk: of events of one kind, one is told in a second."""
+"""Keeps what a stranger can cause from filling the disk: of events of one kind, one is told in a second (or another time)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ TELL_AGAIN_S = 1.0
 class Repeats:
     """Kinds are remembered for good, so they come from a bounded set: never from what a peer has written."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, every_s: float = TELL_AGAIN_S) -> None:
         self._clock = clock
+        self._every_s = every_s
         self._told: dict[tuple[str, ...], float] = {}
         self._untold: Counter[tuple[str, ...]] = Counter()
 
     def tell(self, *kind: str) -> dict[str, int] | None:
         """None: keep quiet about this one. Otherwise fields for its log line: how many of its kind were kept quiet."""
         now = self._clock()
-        if now - self._told.get(kind, -TELL_AGAIN_S) < TELL_AGAIN_S:
+        if kind in self._told and now - self._told[kind] < self._every_s:
             self._untold[kind] += 1
             return None
         self._told[kind] = now

@@ -24,6 +24,7 @@ def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[st
         "cancelled": counters.cancelled,
         "record_streams": sender.num_streams,
         **{f"acknowledged/{_short(outcome)}": number for outcome, number in sender.outcomes.items()},
+        **{f"refused/{reason}": number for reason, number in sender.refused.items()},
         **{f"tokens_generated/{policy}": found.generated_tokens for policy, found in health.items()},
         **{f"requests_running/{policy}": found.running for policy, found in health.items()},
         **{f"requests_waiting/{policy}": found.waiting for policy, found in health.items()},

@@ -18,6 +18,7 @@ METRICS = (
     Metric("millrace_cancelled_rollouts_total", "counter", "Rollouts ended from outside.", "cancelled"),
     Metric("millrace_record_streams_total", "counter", "Streams opened for trajectories; more than one when they broke.", "record_streams"),
     Metric("millrace_records_acknowledged_total", "counter", "Acknowledgements by outcome.", "acknowledged/{outcome}"),
+    Metric("millrace_records_refused_here_total", "counter", "Records of this replica that the orchestrator did not take, by reason.", "refused/{reason}"),
     Metric("millrace_engine_weight_version", "gauge", "The version in an engine.", "version_{policy}"),
     Metric("millrace_weight_fetch_failures_total", "counter", "Versions that could not be taken at the first attempt.", "weights/{policy}/weights_failures"),
     Metric("millrace_weight_transfer_bytes", "gauge", "Bytes of the newest version's transfer.", "weights/{policy}/weights_bytes"),

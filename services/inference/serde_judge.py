@@ -44,6 +44,10 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
     Raises:
         GraderFailedError: a verdict that says nothing about the program.
     """
+    if (
+        response.verdict == pb.VERDICT_INVALID_TESTS
+    ):  # a policy's own cases, or a row's that the data set should not have
+        return (CaseOutcome(verdict=CaseVerdict.INVALID_REQUEST, detail=response.detail),) * num_cases
     verdicts = [response.verdict, *(case.verdict for case in response.cases)]
     broken = next((verdict for verdict in verdicts if verdict not in _VERDICT), None)
     if broken is not None:

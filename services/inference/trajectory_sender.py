@@ -23,10 +23,12 @@ from services.common.accounts import Activity, TimeAccount
 from services.common.aio import backoff, deadline
 from services.common.errors import MillraceError
 from services.common.pb import pool_pb2
+from services.common.repeats import Repeats
 from services.common.rpc.channel import translated_errors
 from services.common.rpc.limits import limit_of
 from services.common.rpc.streams import call_cancellation_is_an_error
 from services.common.serde import failure_to_proto, trajectory_to_proto
+from services.common.serde_refusals import refusal_reason_from_proto
 from services.common.types import RolloutFailure, Trajectory
 
 log = structlog.get_logger(__name__)
@@ -36,6 +38,8 @@ MAX_UNACKNOWLEDGED = 4096
 MOST_RECORD_BYTES = limit_of("StreamTrajectories").request_bytes - 64
 TOO_LARGE = "RECORD_TOO_LARGE"
 NOTHING = Activity("nothing to send")
+TELL_REFUSALS_S = 30.0  # of each reason one is told in the log
+_NOT_TAKEN = (pool_pb2.RECORD_OUTCOME_INVALID, pool_pb2.RECORD_OUTCOME_REFUSED)
 
 Request = pool_pb2.StreamTrajectoriesRequest
 Response = pool_pb2.StreamTrajectoriesResponse
@@ -64,6 +68,8 @@ class TrajectorySender:
         self._empty.set()
         self.account = TimeAccount(f"replica/{replica_id}/records", rest=NOTHING)
         self.outcomes: Counter[str] = Counter()  # RecordOutcome names, e.g. RECORD_OUTCOME_ACCEPTED
+        self.refused: Counter[str] = Counter()  # by reason
+        self._repeats = Repeats(every_s=TELL_REFUSALS_S)
         self.num_streams = 0
 
     @property
@@ -152,10 +158,20 @@ class TrajectorySender:
         self.account.beat()
         name = pool_pb2.RecordOutcome.Name(ack.outcome) if ack.outcome in pool_pb2.RecordOutcome.values() else "?"
         self.outcomes[name] += 1
+        if ack.outcome in _NOT_TAKEN:
+            self._note_refusal(ack)
         self._room.release()
         if not self._waiting and not self._unacknowledged:
             self._empty.set()
             self.account.enter(*NOTHING)
+
+    def _note_refusal(self, ack: pool_pb2.RecordAck) -> None:
+        """The orchestrator did not take a record, and will not: it is dropped. Its slot fails, or was never this replica's."""
+        reason = refusal_reason_from_proto(ack.reason)
+        name = "other" if reason is None else reason.value
+        self.refused[name] += 1
+        if (untold := self._repeats.tell(name)) is not None:
+            log.error("trajectories.refused", reason=name, detail=ack.detail, so_far=self.refused[name], **untold)
 
     def _take_back(self) -> None:
         """What the broken stream did not acknowledge goes first on the next one, in its old order."""

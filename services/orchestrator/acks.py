@@ -8,37 +8,39 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-
-from services.orchestrator.ingest import RecordOutcome
+from typing import Generic, TypeVar
 
 MAX_ACKS = 16  # in one message
 MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
 
 
-class _Slot:
+T = TypeVar("T")  # what a record is answered with
+
+
+class _Slot(Generic[T]):
     __slots__ = ("number", "outcome")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.outcome: RecordOutcome | None = None
+        self.outcome: T | None = None
 
 
-class AckQueue:
+class AckQueue(Generic[T]):
     def __init__(self) -> None:
-        self._slots: deque[_Slot] = deque()
+        self._slots: deque[_Slot[T]] = deque()
         self._answered = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._ended = False
 
-    def open(self, number: int) -> Callable[[RecordOutcome], None]:
+    def open(self, number: int) -> Callable[[T], None]:
         """A record was read; returns what its outcome is told to."""
-        slot = _Slot(number)
+        slot: _Slot[T] = _Slot(number)
         self._slots.append(slot)
         if len(self._slots) >= MAX_OPEN:
             self._has_room.clear()
 
-        def answer(outcome: RecordOutcome) -> None:
+        def answer(outcome: T) -> None:
             slot.outcome = outcome
             if self._slots and self._slots[0].outcome is not None:
                 self._answered.set()
@@ -58,10 +60,10 @@ class AckQueue:
         self._ended = True
         self._answered.set()
 
-    async def next(self) -> list[tuple[int, RecordOutcome]]:
+    async def next(self) -> list[tuple[int, T]]:
         """The next acknowledgements, in order; empty when all are out and no further record will come."""
         while True:
-            ready: list[tuple[int, RecordOutcome]] = []
+            ready: list[tuple[int, T]] = []
             while self._slots and len(ready) < MAX_ACKS and self._slots[0].outcome is not None:
                 slot = self._slots.popleft()
                 assert slot.outcome is not None

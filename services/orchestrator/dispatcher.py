@@ -147,6 +147,7 @@ class Dispatcher:
                 continue
             del self._orphans[name]
             self._pool.assign(replica, name, group.unresolved, group.order.required_versions)
+            group.owners.add(replica.key)
             self._counters["slots_reissued"] += len(group.unresolved)
             born = self._born(replica, group.order.policies)
             if group.is_training:
@@ -211,6 +212,7 @@ class Dispatcher:
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
         self._pool.assign(replica, group.id, group.order.indices, group.order.required_versions)
+        group.owners.add(replica.key)
         self._counters["task_groups_issued"] += 1
         record = _record(group, replica.replica_id, replica.incarnation)
         durable = self._send_when_durable(group.id)
@@ -284,13 +286,13 @@ class Dispatcher:
         self.schedule()
 
     def adopt(self, replica: Replica, task_group_ids: Iterable[str]) -> None:
-        """Task groups that a replica says it is playing and nobody else plays are its own again; those that are not
-        wanted any more it may stop."""
+        """Task groups that a replica was given, says it is playing, and nobody else plays are its own again; those that are
+        not wanted any more it may stop."""
         for name in task_group_ids:
             group = self._groups.get(name)
             if group is None or group.complete:
                 self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
-            elif name in self._orphans:
+            elif name in self._orphans and group.was_given_to(replica.key):
                 del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # nobody was lost: only the link to it was, for a while
                 self._pool.assign(replica, name, group.unresolved, group.order.required_versions)

@@ -15,9 +15,11 @@ from types import MappingProxyType
 import orjson
 
 from services.common.config.data import EvaluationConfig
+from services.common.finite import finite
 from services.common.seeds import derived_seed
 from services.common.types import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.orchestrator.datasets import TaskSource
+from services.orchestrator.experience import MOST_ROLES, OTHER_ROLES
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.orders import GroupNames, sampling_of
@@ -105,8 +107,10 @@ class EvaluationPass:
         self.rewards.setdefault(row, []).append(reward)
         for sequence in outcome.sequences:
             role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
+            if role not in self.roles and len(self.roles) >= MOST_ROLES:
+                role = OTHER_ROLES
             total, count = self.roles.get(role, (0.0, 0))
-            self.roles[role] = (total + sequence.reward, count + 1)
+            self.roles[role] = (finite(total + sequence.reward), count + 1)
             for segment in sequence.segments:
                 if segment.is_policy:
                     policy, version = sequence.policy, segment.weight_version
@@ -279,6 +283,10 @@ class Evaluations:
     def progress(self) -> list[tuple[str, int, int]]:
         """(name, resolved, all) of the unfinished passes."""
         return [(p.name, p.num_resolved, p.num_trajectories) for p in self._passes.values()]
+
+    def is_running(self, name: str) -> bool:
+        """Whether a pass of this name is queued or played."""
+        return name in self._passes
 
     def known(self, evaluation_id: str) -> bool:
         return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))

@@ -11,12 +11,13 @@ one held. Knows nothing about replicas, grpc, or how records became durable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common import fates
 from services.common.config.policy import BatchConfig, OverlongPenaltyConfig
+from services.common.finite import finite
 from services.common.types import Trajectory
 from services.orchestrator.admission import Admission, Limits
 from services.orchestrator.buffer.experience import ExperienceBuffer
@@ -29,6 +30,9 @@ from services.orchestrator.journal.records import BatchRecord, Verdict
 from services.orchestrator.members import member_fates
 from services.orchestrator.rewards import RewardRules, is_timeout, without_masked
 from services.orchestrator.unfinished import UnfinishedGroups
+
+MOST_ROLES = 256  # names of roles are words of workflows: those beyond are told together
+OTHER_ROLES = "other"
 
 
 @dataclass(slots=True)
@@ -56,8 +60,10 @@ class StepStatistics:
         for sequence in trajectory.sequences:
             if sequence.policy == policy:
                 role = f"{sequence.role}/{sequence.attempt}"
+                if role not in self.roles and len(self.roles) >= MOST_ROLES:
+                    role = OTHER_ROLES
                 total, count = self.roles.get(role, (0.0, 0))
-                self.roles[role] = (total + sequence.reward, count + 1)
+                self.roles[role] = (finite(total + sequence.reward), count + 1)
 
     def summary(self) -> dict[str, float]:
         """Without ``rollout_reward_mean`` when no trajectory came in since."""
@@ -94,9 +100,11 @@ class Experience:
         rules: RewardRules | None = None,
         seed: int = 0,
         on_judged: Callable[[str, list[Verdict]], None] = lambda group_id, verdicts: None,
+        deterministic: bool = False,
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group, ``on_judged`` what
-        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run."""
+        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run. ``deterministic``: what is in
+        a batch, and in which order, does not depend on when rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
@@ -104,7 +112,7 @@ class Experience:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self.buffers = {
-            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
+            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order)
             for name, batch in policies.items()
         }
         self.admission = Admission(
@@ -114,6 +122,7 @@ class Experience:
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
                     counts_unfinished=batch.late in ("mask", "drop"),
+                    exact=deterministic,
                 )
                 for name, batch in policies.items()
             },
@@ -167,6 +176,7 @@ class Experience:
         """Nothing more is wanted of a training group that is still running."""
         self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
             self.admission.returned(policy, count)
@@ -183,7 +193,7 @@ class Experience:
             statistics = self._since_batch[policy]
             if isinstance(outcome, Trajectory):
                 statistics.note_roles(policy, outcome)
-                statistics.reward_sum += outcome.reward
+                statistics.reward_sum = finite(statistics.reward_sum + outcome.reward)
                 statistics.num_trajectories += 1
             elif outcome.reason == fates.TOO_OLD:
                 statistics.num_cancelled += 1
@@ -194,6 +204,7 @@ class Experience:
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         self.unfinished.remove(group)
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
         verdicts = [
@@ -286,7 +297,7 @@ class Experience:
     def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
         since = self._since_batch[judged.policy]
         since.num_clipped += num_clipped
-        since.trained_sum += judged.mean * judged.num_compared
+        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
         since.num_transformed += judged.num_compared
         self._counters[fates.StepFact.REWARDS_CLIPPED.value] += num_clipped
 
@@ -354,6 +365,18 @@ class Experience:
         self.admission.accounts[policy].accepted += missing
         self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
+
+    def note_lost(self, num_sequences: int) -> None:
+        """Sequences of a recorded batch cannot be read any more: it is served without them."""
+        self._counters["sequences_lost"] += num_sequences
+
+    def lose_batch(self, policy: str, named: Collection[str]) -> None:
+        """The record of a batch is lost. What waits now, and is not ``named`` by a later one, may have been in it: it is
+        trained by no other, lest it be trained twice."""
+        self._since_batch[policy] = StepStatistics()
+        for group in self.buffers[policy].take_unnamed(named):
+            self._drop(group, "sequences_set_aside")
+            self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
         """A version was published: its batch is trained, and what is now too old leaves."""

@@ -8,15 +8,16 @@ Knows nothing about replicas, buffers or the journal.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from services.common import finite
 from services.common.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
 
 Outcome = Trajectory | RolloutFailure
+Incarnation = tuple[str, str]  # replica id and incarnation: one process of a replica
 GroupBy = Literal["attempt", "rollout", "policy"]
 
 
@@ -30,6 +31,8 @@ class TaskGroup:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
     num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
+    owners: set[Incarnation] = field(default_factory=set)  # that were ever given it: each may bring a slot's record
+    lacks_owner: bool = False  # the record of whom it was given to is lost: every member may bring its records
 
     @property
     def id(self) -> str:
@@ -46,6 +49,10 @@ class TaskGroup:
     @property
     def complete(self) -> bool:
         return len(self.outcomes) == len(self.order.indices)
+
+    def was_given_to(self, member: Incarnation) -> bool:
+        """Whether records of the group may come from this member of the pool."""
+        return self.lacks_owner or member in self.owners
 
     def has_slot(self, index: int) -> bool:
         return 0 <= index < len(self.order.indices)
@@ -193,20 +200,17 @@ def rewarded(member: Member, reward: float) -> Member:
 
 def _mean(values: list[float]) -> float:
     first = values[0]  # exactly, where all are alike
-    return first if all(value == first for value in values) else math.fsum(values) / len(values)
+    return first if all(value == first for value in values) else finite.mean(values)
 
 
 def statistics(rewards: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0.
+    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0. Finite for all finite rewards.
 
     >>> statistics([1.0, 0.0, 0.0, 1.0])
     (0.5, 0.5773502691896257)
     """
     values = list(rewards)
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return mean, 1.0
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return (values[0], 1.0) if len(values) == 1 else finite.mean_and_deviation(values)
 
 
 def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup | None:

@@ -1,31 +1,40 @@
 """Records coming in: checked, made durable, and only then counted as there.
 
+    sender: owner of the slot, now or before? -> slot open? -> within every bound? -> journal -> answer
+            no: refused                          no: duplicate, unknown   no: the slot fails
+
 Invariants: the first durable record of a slot wins; a record is answered only when it, or the one that it repeats, is
-durable; what is unknown, repeated or malformed is answered and counted, never raised. Knows nothing about grpc, about
-who plays a slot, or what becomes of it afterwards.
+durable; what is unknown, repeated, beyond a bound or from a stranger is answered with its reason and counted, never
+raised. A replica whose lease was lost may still bring what it was given: it owned the slot. Knows nothing about grpc, or
+what becomes of a slot afterwards.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
 import structlog
 
-from services.common import fates, kept_tokens, masked
-from services.common.types import Purpose, RolloutFailure, Sampling, Segment, TaskGroupOrder, Trajectory
-from services.orchestrator.groups import Outcome, TaskGroup
+from services.common import fates, masked
+from services.common.refusals import Refusal, RefusalReason
+from services.common.repeats import Repeats
+from services.common.types import RolloutFailure, Trajectory
+from services.orchestrator.bounds import RecordBounds
+from services.orchestrator.groups import Incarnation, Outcome, TaskGroup
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.record_facts import RecordRefusedError, bounded_failure
+from services.orchestrator.refusals import Refusals
 from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
 INVALID_RECORD = masked.INVALID_RECORD
+OF_A_REPLICA = "REPLICA_"  # before a reason that only the orchestrator gives, where a replica gives it
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -34,7 +43,16 @@ class RecordOutcome(enum.StrEnum):
     ACCEPTED = "accepted"  # durable, and the first for its slot
     DUPLICATE = "duplicate"  # its slot had a record, or its task group is closed
     UNKNOWN = "unknown"  # no such task group or slot
-    INVALID = "invalid"  # malformed: stored as a failure
+    INVALID = "invalid"  # beyond a bound, or malformed: stored as a failure
+    REFUSED = "refused"  # from a stranger: dropped, and the slot stays open
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the sender of a record is told; ``refusal`` with INVALID and REFUSED."""
+
+    outcome: RecordOutcome
+    refusal: Refusal | None = None
 
 
 class Ingest:
@@ -46,59 +64,118 @@ class Ingest:
         journal: Journal,
         counters: Counter[str],
         on_resolved: Callable[[TaskGroup, Outcome], None],
-        taught: Collection[str] = (),
+        *,
+        bounds: RecordBounds,
+        refusals: Refusals,
+        is_member: Callable[[Incarnation], bool],
     ) -> None:
-        """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones; ``taught`` are the policies whose
-        tokens a teacher scores."""
-        self._taught = taught
+        """``groups`` are the live ones; ``was_issued`` tells closed groups from unknown ones; ``is_member`` whether an
+        incarnation of a replica has ever joined."""
         self._groups = groups
         self._was_issued = was_issued
         self._ledgers = ledgers
+        self._bounds = bounds
+        self._is_member = is_member
+        self.refusals = refusals
+        self._repeats = Repeats()
         self._journal = journal
         self._counters = counters
         self._on_resolved = on_resolved
         # Slots whose first record is on its way to the disk, with those who wait to hear that theirs is a duplicate.
-        self._pending: dict[tuple[str, int], list[Callable[[RecordOutcome], None]]] = {}
+        self._pending: dict[tuple[str, int], list[Callable[[Answer], None]]] = {}
         self.failures_in_a_row = 0  # since the last trajectory
         self.last_failure = ""
         self.num_durable = 0  # records that this process made durable
 
-    def submit(self, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
-        """Take a record in; ``answer`` is called once, when its outcome is certain."""
+    def submit(
+        self,
+        record: Outcome,
+        answer: Callable[[Answer], None],
+        sender: Incarnation | None = None,
+        fault: Refusal | None = None,
+    ) -> None:
+        """Take a record in; ``answer`` is called once, when its outcome is certain.
+
+        Args:
+            sender: who brings it; None is the orchestrator itself.
+            fault: why it could not be read; ``record`` is then what is known of its slot.
+        """
         group = self._groups.get(record.task_group_id)
         slot = (record.task_group_id, record.index)
-        if group is None or not group.has_slot(record.index):
+        if sender is not None and (stranger := self._why_a_stranger(record.task_group_id, sender)) is not None:
+            self.refusals.refused(sender[0], *slot, stranger)
+            self._drop(record, RecordOutcome.REFUSED)
+            answer(Answer(RecordOutcome.REFUSED, stranger))
+        elif group is None or not group.has_slot(record.index):
             issued = group is None and self._was_issued(record.task_group_id)
-            self._drop(record, RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN)
-            answer(RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN)
+            outcome = RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN
+            self._drop(record, outcome)
+            answer(Answer(outcome))
         elif record.index in group.outcomes:
             self._drop(record, RecordOutcome.DUPLICATE)
-            answer(RecordOutcome.DUPLICATE)
+            answer(Answer(RecordOutcome.DUPLICATE))
         elif slot in self._pending:
             self._drop(record, RecordOutcome.DUPLICATE)
             self._pending[slot].append(answer)
         else:
-            self._store(group, record, answer)
+            fault = fault or self._fault(group, record)
+            self._store(group, self._bounded(record, fault, sender), answer, fault)
+            if sender is not None and fault is None:
+                self.refusals.taken(sender[0])
+
+    def _why_a_stranger(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
+        """Why nothing is taken of a sender for this task group; None when something is."""
+        group = self._groups.get(task_group_id)
+        if group is None and self._was_issued(task_group_id):
+            return None  # closed: its record is a duplicate, whoever brings it
+        is_member = all(sender) and (self._is_member(sender) or (group is not None and sender in group.owners))
+        replica_id, incarnation = sender
+        named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
+        if not is_member:
+            return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
+        if group is not None and not group.was_given_to(sender):
+            return Refusal(
+                reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}"
+            )
+        return None
+
+    def _fault(self, group: TaskGroup, record: Outcome) -> Refusal | None:
+        """Why a record is none of its slot's; None when it is one."""
+        if not isinstance(record, Trajectory):
+            return None
+        try:
+            self._bounds.check(record, group.order, lambda policy: self._ledgers[policy].newest_number)
+        except RecordRefusedError as error:
+            return error.refusal
+        return None
+
+    def _bounded(self, record: Outcome, fault: Refusal | None, sender: Incarnation | None) -> Outcome:
+        """What is stored of a record: with a fault, a failure of its slot."""
+        if fault is not None:
+            self.refusals.refused(record.replica_id, record.task_group_id, record.index, fault)
+            self._drop(record, RecordOutcome.INVALID)
+            return RolloutFailure(
+                task_group_id=record.task_group_id,
+                index=record.index,
+                reason=INVALID_RECORD,
+                detail=f"{fault.reason.value}: {fault.detail}",
+                replica_id=record.replica_id,
+            )
+        if isinstance(record, Trajectory):
+            return record
+        if sender is not None and record.reason in (fates.TOO_OLD, INVALID_RECORD):
+            record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
+        return bounded_failure(record)
 
     def fail(self, group: TaskGroup, index: int, reason: str, detail: str) -> None:
         """Resolve a slot that nobody will play any more."""
         failure = RolloutFailure(task_group_id=group.id, index=index, reason=reason, detail=detail)
-        self.submit(failure, lambda outcome: None)
+        self.submit(failure, lambda answer: None)
 
-    def _store(self, group: TaskGroup, record: Outcome, answer: Callable[[RecordOutcome], None]) -> None:
-        outcome = RecordOutcome.ACCEPTED
-        if isinstance(record, Trajectory):
-            fault = find_fault(record, self._ledgers, group.order, self._taught)
-            if fault:
-                outcome = RecordOutcome.INVALID
-                self._drop(record, outcome, fault)
-                record = RolloutFailure(
-                    task_group_id=record.task_group_id,
-                    index=record.index,
-                    reason=INVALID_RECORD,
-                    detail=fault,
-                    replica_id=record.replica_id,
-                )
+    def _store(
+        self, group: TaskGroup, record: Outcome, answer: Callable[[Answer], None], fault: Refusal | None
+    ) -> None:
+        answered = Answer(RecordOutcome.ACCEPTED if fault is None else RecordOutcome.INVALID, fault)
         slot = (record.task_group_id, record.index)
         self._pending[slot] = []
 
@@ -108,9 +185,9 @@ class Ingest:
             # A task group that was cancelled meanwhile wants nothing more.
             if group.id in self._groups and group.resolve(record):
                 self._on_resolved(group, record)
-            answer(outcome)
+            answer(answered)
             for repeat in waiting:
-                repeat(RecordOutcome.DUPLICATE)
+                repeat(Answer(RecordOutcome.DUPLICATE))
 
         key = rollouts.trajectory_key(*slot)
         if isinstance(record, Trajectory):
@@ -134,63 +211,16 @@ class Ingest:
         known = name in self._counters or len(self._counters) < MOST_COUNTERS
         return name if known and _REASON.fullmatch(reason) else "failures_other"
 
-    def _drop(self, record: Outcome, outcome: RecordOutcome, detail: str = "") -> None:
+    def _drop(self, record: Outcome, outcome: RecordOutcome) -> None:
         self._counters[f"records_{outcome.value}"] += 1
-        log.warning(
-            "record.dropped",
-            outcome=outcome.value,
-            task_group=record.task_group_id,
-            index=record.index,
-            replica=record.replica_id,
-            detail=detail,
-        )
-
-
-def find_fault(
-    trajectory: Trajectory, ledgers: Mapping[str, VersionLedger], order: TaskGroupOrder, taught: Collection[str] = ()
-) -> str:
-    """What is wrong with a trajectory of this task group; empty when nothing is."""
-    if not math.isfinite(trajectory.reward):
-        return f"the reward is {trajectory.reward}"
-    for sequence in trajectory.sequences:
-        ledger = ledgers.get(sequence.policy)
-        if ledger is None:
-            return f"unknown policy {sequence.policy!r}"
-        if order.policies and sequence.policy not in order.policies:
-            return f"a sequence of {sequence.policy} in a task group of {', '.join(order.policies)}"
-        if not math.isfinite(sequence.reward):
-            return f"the reward of a sequence of {sequence.policy} is {sequence.reward}"
-        newest = ledger.newest_number
-        required = order.required_versions.get(sequence.policy)
-        for segment in sequence.segments:
-            if not segment.is_policy:
-                continue
-            if segment.weight_version > newest:
-                return (
-                    f"version {segment.weight_version} of {sequence.policy} is from the future: the newest is {newest}"
-                )
-            if required is not None and segment.num_tokens and segment.weight_version != required:
-                return f"sampled from version {segment.weight_version} of {sequence.policy}, not {required}"
-            if not np.isfinite(segment.logprobs).all():
-                return f"a log-probability of {sequence.policy} is not finite"
-            if order.purpose is Purpose.TRAIN and (fault := _fault_of_distribution(segment, order.sampling)):
-                return f"a segment of {sequence.policy}: {fault}"
-            if not np.isfinite(segment.teacher_logprobs).all():
-                return f"a log-probability of the teacher of {sequence.policy} is not finite"
-            is_scored = len(segment.teacher_logprobs) == segment.num_tokens
-            if order.purpose is Purpose.TRAIN and sequence.policy in taught and not is_scored:
-                return f"a segment of {sequence.policy} lacks the log-probabilities of its teacher"
-    return ""
-
-
-def _fault_of_distribution(segment: Segment, sampling: Sampling) -> str:
-    """Why log-probabilities of these tokens could not be taken under the distribution that they were drawn from."""
-    if segment.temperature is not None and not 0 < segment.temperature < math.inf:
-        return f"its temperature is {segment.temperature}"
-    if sampling.is_truncated and segment.num_tokens and not segment.kept:
-        return "it does not say which tokens top_k, top_p and min_p kept: the engine of its replica does not tell them"
-    try:
-        kept_tokens.check(segment.kept, segment.token_ids)
-    except ValueError as error:
-        return str(error)
-    return ""
+        if outcome in (RecordOutcome.INVALID, RecordOutcome.REFUSED):
+            return  # ``Refusals`` tells it, with the reason
+        if (untold := self._repeats.tell(outcome.value)) is not None:
+            log.warning(
+                "record.dropped",
+                outcome=outcome.value,
+                task_group=record.task_group_id[:64],
+                index=record.index,
+                replica=record.replica_id[:64],
+                **untold,
+            )

@@ -12,6 +12,8 @@ from services.orchestrator.curriculum import Curriculum
 from services.orchestrator.datasets import TaskSource
 from services.orchestrator.groups import TaskGroup
 
+MOST_DIGITS = 18
+
 
 class GroupNames:
     """Names ``<mark of the run>-<number>``: counted up, so a name tells whether it was ever issued in this run."""
@@ -30,13 +32,18 @@ class GroupNames:
         if number is not None:
             self._next = max(self._next, number + 1)
 
+    def skip(self, count: int) -> None:
+        """Leave out names that may have been drawn."""
+        self._next += count
+
     def was_issued(self, name: str) -> bool:
         number = self._number(name)
         return number is not None and 0 < number < self._next
 
     def _number(self, name: str) -> int | None:
         mark, _, number = name.rpartition("-")
-        return int(number) if mark == self._mark and number.isdecimal() else None
+        is_number = number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS
+        return int(number) if mark == self._mark and is_number else None
 
 
 def sampling_of(config: SamplingConfig) -> Sampling:

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from services.common.accounts import AccountState, PeerState
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError, SupersededError
 from services.orchestrator.commands import LeavePool, ReplicaCommand
+from services.orchestrator.groups import Incarnation
 from services.orchestrator.mailbox import Mailbox
+
+MOST_MET = 65_536  # incarnations that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,10 @@ class Replica:
     peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
 
     @property
+    def key(self) -> Incarnation:
+        return self.replica_id, self.incarnation
+
+    @property
     def num_running(self) -> int:
         return sum(len(a.open_slots) for a in self.assignments.values())
 
@@ -119,6 +126,7 @@ class ReplicaPool:
         self._sampled: dict[tuple[str, str], int] = {}  # tokens, by replica and incarnation; outlives leases
         self._replicas: dict[str, Replica] = {}
         self._owners: dict[str, str] = {}  # task group -> replica id
+        self._met: dict[Incarnation, None] = {}  # who has ever joined, newest last; outlives leases
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(list(self._replicas.values()))
@@ -132,6 +140,10 @@ class ReplicaPool:
     def owner(self, task_group_id: str) -> Replica | None:
         name = self._owners.get(task_group_id)
         return None if name is None else self._replicas.get(name)
+
+    def has_met(self, replica_id: str, incarnation: str) -> bool:
+        """Whether this incarnation of a replica has ever joined, as far as this process knows."""
+        return (replica_id, incarnation) in self._met
 
     # --- leases ------------------------------------------------------------------------------------------------------
 
@@ -239,6 +251,9 @@ class ReplicaPool:
     def _admit(self, replica_id: str, incarnation: str) -> Replica:
         replica = Replica(replica_id=replica_id, incarnation=incarnation, lease_until=self._clock() + self.lease_s)
         self._replicas[replica_id] = replica
+        self._met[replica_id, incarnation] = None
+        if len(self._met) > MOST_MET:
+            del self._met[next(iter(self._met))]
         return replica
 
     def _renew(self, replica: Replica) -> None:

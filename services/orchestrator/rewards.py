@@ -19,6 +19,7 @@ from types import MappingProxyType
 from services.common.config.recipe import Recipe
 from services.common.config.services import RolloutConfig
 from services.common.errors import RolloutTimeoutError
+from services.common.finite import finite
 from services.common.types import RolloutFailure, Sequence, StopReason, Trajectory
 from services.orchestrator.groups import (
     AdvantageGroup,
@@ -45,7 +46,7 @@ class RewardTransform:
         >>> RewardTransform(bias=-0.5, scale=10.0, clip=4.0)(1.0)
         4.0
         """
-        value = (reward + self.bias) * self.scale
+        value = finite((reward + self.bias) * self.scale)
         return value if self.clip is None else min(max(value, -self.clip), self.clip)
 
     def clips(self, reward: float) -> bool:

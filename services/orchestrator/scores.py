@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from services.common import finite
+
 _Z = 1.959964  # 95%, two-sided
 
 
@@ -51,7 +53,7 @@ def score(
     """``rewards``: (items, samples), every item with the same number, those of its ``failed`` samples last: they never pass,
     whatever their reward."""
     num_samples = len(rewards[0])
-    means = tuple(math.fsum(item) / num_samples for item in rewards)
+    means = tuple(finite.mean(item) for item in rewards)
     passed = [
         sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
         for item, num_failed in zip(rewards, failed, strict=True)
@@ -87,11 +89,13 @@ def estimate(items: Sequence[float]) -> Estimate:
     0.75
     """
     count = len(items)
-    mean = math.fsum(items) / count
-    error = math.sqrt(math.fsum((item - mean) ** 2 for item in items) / (count - 1) / count) if count > 1 else 0.0
-    if min(items) < 0.0 or max(items) > 1.0:
-        return Estimate(mean, mean - _Z * error, mean + _Z * error)
-    observations = max(float(count), mean * (1.0 - mean) / error**2) if error else float(count)
+    listed, exponent = finite.scaled(items) if max(map(abs, items)) > 1.0 else (items, 0)
+    mean = math.fsum(listed) / count
+    error = math.sqrt(math.fsum((item - mean) ** 2 for item in listed) / (count - 1) / count) if count > 1 else 0.0
+    if exponent or min(items) < 0.0 or max(items) > 1.0:
+        return Estimate(*(finite.unscaled(v, exponent) for v in (mean, mean - _Z * error, mean + _Z * error)))
+    variance = error**2  # 0 for an error that is too small for its square
+    observations = max(float(count), mean * (1.0 - mean) / variance) if variance else float(count)
     spread = _Z**2 / observations
     centre = (mean + spread / 2) / (1 + spread)
     half = _Z * math.sqrt(mean * (1.0 - mean) / observations + spread / (4 * observations)) / (1 + spread)
@@ -104,7 +108,7 @@ def overall(scores: Sequence[DatasetScore]) -> float:
     >>> overall([])
     0.0
     """
-    return math.fsum(found.mean_reward.value for found in scores) / len(scores) if scores else 0.0
+    return finite.mean(found.mean_reward.value for found in scores) if scores else 0.0
 
 
 def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
@@ -112,7 +116,11 @@ def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
     are not of the same items, or of one item alone."""
     if not base.items or base.items != other.items:
         return None
-    return mean_difference([[b - a for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]])
+    return mean_difference([_differences(base, other)])
+
+
+def _differences(base: DatasetScore, other: DatasetScore) -> list[float]:
+    return [finite.finite(b - a) for a, b in zip(base.item_rewards, other.item_rewards, strict=True)]
 
 
 def compared(base: Sequence[DatasetScore], scores: Sequence[DatasetScore]) -> tuple[DatasetScore, ...]:
@@ -125,8 +133,7 @@ def overall_difference(base: Sequence[DatasetScore], other: Sequence[DatasetScor
     """The same over datasets, each counted once, however large; None unless it can be said of each."""
     if len(base) != len(other) or any(difference(a, b) is None for a, b in zip(base, other, strict=True)):
         return None
-    pairs = [zip(a.item_rewards, b.item_rewards, strict=True) for a, b in zip(base, other, strict=True)]
-    return mean_difference([[b - a for a, b in items] for items in pairs])
+    return mean_difference([_differences(a, b) for a, b in zip(base, other, strict=True)])
 
 
 def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
@@ -138,6 +145,12 @@ def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
     """
     if not datasets or any(len(items) < 2 for items in datasets):
         return None
+    flat, exponent = finite.scaled([item for items in datasets for item in items])
+    if exponent:
+        rest = iter(flat)
+        found = mean_difference([[next(rest) for _ in items] for items in datasets])
+        assert found is not None
+        return Estimate(*(finite.unscaled(value, exponent) for value in (found.value, found.low, found.high)))
     means = [math.fsum(items) / len(items) for items in datasets]
     variances = [  # of the means
         math.fsum((item - mean) ** 2 for item in items) / (len(items) - 1) / len(items)
@@ -146,7 +159,11 @@ def mean_difference(datasets: Sequence[Sequence[float]]) -> Estimate | None:
     value, variance = math.fsum(means) / len(means), math.fsum(variances)
     if not variance:
         return Estimate(value, value, value)
-    freedom = variance**2 / math.fsum(v**2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True))
+    # Of shares where squares would be too large or too small for a float.
+    unit = 1.0 if 1e-150 < variance < 1e150 else variance
+    freedom = (variance / unit) ** 2 / math.fsum(
+        (v / unit) ** 2 / (len(items) - 1) for v, items in zip(variances, datasets, strict=True)
+    )
     half = t_quantile(freedom) * math.sqrt(variance) / len(means)
     return Estimate(value, value - half, value + half)
 

@@ -13,7 +13,9 @@ from services.common import serde
 from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.refusals import Refusal, RefusalReason
 from services.common.serde_accounts import account_from_proto, peer_from_proto
+from services.common.serde_refusals import refusal_reason_to_proto
 from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
 from services.orchestrator.acks import AckQueue
@@ -27,7 +29,7 @@ from services.orchestrator.commands import (
 )
 from services.orchestrator.gateway_side import GatewaySide
 from services.orchestrator.groups import Outcome
-from services.orchestrator.ingest import INVALID_RECORD, RecordOutcome
+from services.orchestrator.ingest import INVALID_RECORD, Answer, RecordOutcome
 from services.orchestrator.pool import Held, Hello
 from services.orchestrator.replica_side import ReplicaSide
 from services.orchestrator.ring import Ring
@@ -37,12 +39,14 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 
 LAST_ACKS_S = 4.0  # below the server's grace
+MOST_DETAIL = 512  # characters of an acknowledgement
 
 _OUTCOME = {
     RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
     RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
     RecordOutcome.UNKNOWN: pool_pb2.RECORD_OUTCOME_UNKNOWN,
     RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
+    RecordOutcome.REFUSED: pool_pb2.RECORD_OUTCOME_REFUSED,
 }
 
 
@@ -143,7 +147,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> None:
-        acks = AckQueue()
+        acks: AckQueue[Answer] = AckQueue()
         reader = asyncio.ensure_future(self._read(request_iterator, acks))
         writer = asyncio.ensure_future(_send_acks(acks, context))
         closing = asyncio.ensure_future(self.closing.wait())
@@ -162,37 +166,44 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 task.cancel()
             await asyncio.gather(reader, writer, closing, return_exceptions=True)
 
-    async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue) -> None:
+    async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue[Answer]) -> None:
         async for request in requests:
-            record = _record(request)  # one that is none has no acknowledgement to wait for
-            self._ring.ingest.submit(record, acks.open(request.record_number))
+            record, fault = _record(request)  # one that is none has no acknowledgement to wait for
+            sender = request.replica_id, request.incarnation
+            self._ring.ingest.submit(record, acks.open(request.record_number), sender, fault)
             if acks.full:
                 await acks.room()
 
 
-async def _send_acks(acks: AckQueue, context: Context) -> None:
+async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
     while ready := await acks.next():
         await context.write(
-            pool_pb2.StreamTrajectoriesResponse(
-                acks=[pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[outcome]) for number, outcome in ready]
-            )
+            pool_pb2.StreamTrajectoriesResponse(acks=[_ack(number, answer) for number, answer in ready])
         )
 
 
-def _record(request: pool_pb2.StreamTrajectoriesRequest) -> Outcome:
-    """What came in; what cannot be a record becomes a failure of its slot."""
+def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
+    ack = pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[answer.outcome])
+    if answer.refusal is not None:
+        ack.reason = refusal_reason_to_proto(answer.refusal.reason)
+        ack.detail = answer.refusal.detail[:MOST_DETAIL]
+    return ack
+
+
+def _record(request: pool_pb2.StreamTrajectoriesRequest) -> tuple[Outcome, Refusal | None]:
+    """What came in; of what cannot be read as a record, its slot and why."""
     kind = request.WhichOneof("record")
     if kind == "failure":
-        return serde.failure_from_proto(request.failure, request.replica_id)
+        return serde.failure_from_proto(request.failure, request.replica_id), None
     if kind != "trajectory":
         raise InvalidRequestError(f"record {request.record_number} holds neither a trajectory nor a failure")
     try:
-        return serde.trajectory_from_proto(request.trajectory, request.replica_id)
+        return serde.trajectory_from_proto(request.trajectory, request.replica_id), None
     except InvalidRequestError as error:
-        return RolloutFailure(
+        slot = RolloutFailure(
             task_group_id=request.trajectory.task_group_id,
             index=request.trajectory.index,
             reason=INVALID_RECORD,
-            detail=error.message,
             replica_id=request.replica_id,
         )
+        return slot, Refusal(reason=RefusalReason.UNREADABLE, detail=error.message)

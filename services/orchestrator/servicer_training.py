@@ -47,16 +47,18 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             max(request.num_ranks, 1),
             request.recovered_version,
             dict(request.labels),
+            request.kept_checkpoint_steps,
+            request.vocab_size,
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
-        newest = ring.ledgers[request.policy].newest
+        ledger = ring.ledgers[request.policy]
         try:
             yield training_pb2.JoinTrainingResponse(
                 welcome=training_pb2.TrainingWelcome(
                     run_id=ring.run_id,
-                    newest_version=-1 if newest is None else newest.number,
-                    newest_digest="" if newest is None else newest.digest,
+                    newest_version=ledger.newest_number,
+                    newest_digest="" if ledger.newest is None else ledger.newest.digest,
                     num_steps=ring.num_steps,
                     lease=serde.duration_to_proto(ring.trainers.lease_s),
                 )
@@ -81,6 +83,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             state=request.state,
             checkpoint_step=request.checkpoint_step,
             gauges=dict(request.gauges),
+            kept_checkpoint_steps=request.kept_checkpoint_steps,
             accounts=accounts,
             peers=tuple(peer_from_proto(peer) for peer in request.peers),
         )
@@ -130,6 +133,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             metrics=dict(request.metrics),
             compute=[serde.interval_from_proto(interval) for interval in request.compute_intervals],
             checkpoint_step=request.checkpoint_step,
+            kept_checkpoint_steps=request.kept_checkpoint_steps,
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from services.common.accounts import AccountState, Activity, PeerState
 from services.orchestrator.pool import Replica
 from services.orchestrator.ring import Ring
-from services.orchestrator.stalls.facts import GATEWAY, Facts, PolicyFacts, ReplicaFacts, TrainerFacts
+from services.orchestrator.stalls.facts import (
+    GATEWAY,
+    Facts,
+    PolicyFacts,
+    RefusedFacts,
+    ReplicaFacts,
+    TrainerFacts,
+)
 
 UNSEEN_REPORTS = 2  # one may cross the order on its way
 
@@ -32,6 +39,16 @@ def facts(ring: Ring, wall: Callable[[], float] = time.time) -> Facts:
         peers=_peers(ring),
         failures_in_a_row=ring.ingest.failures_in_a_row,
         last_failure=ring.ingest.last_failure,
+        refused=tuple(
+            RefusedFacts(
+                component=f"replica/{sender}",
+                number=streak.number,
+                since=streak.since,
+                newest=streak.newest,
+                detail=f"{streak.last.reason.value}: {streak.last.detail}",
+            )
+            for sender, streak in ring.ingest.refusals.streaks.items()
+        ),
         group_size=ring.recipe.rollout.group_size,
         nothing_to_play=ring.training_orders.nothing_to_play and ring.dispatcher.train,
         progress=_progress(ring),

@@ -25,12 +25,21 @@ class TrainerSide:
         self._publishing = {policy: asyncio.Lock() for policy in ring.ledgers}
 
     def join(
-        self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
+        self,
+        policy: str,
+        incarnation: str,
+        num_ranks: int,
+        recovered_version: int,
+        labels: Mapping[str, str],
+        kept_checkpoint_steps: Iterable[int] = (),
+        vocab_size: int = 0,
     ) -> Trainer:
-        """Give the policy's lease to a trainer; raises UnknownPolicyError."""
+        """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 where it does
+        not say."""
         ring = self._ring
-        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered_version, labels)
+        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered_version, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
+        ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)
         ring.experience.admission.absent.discard(policy)
         assert trainer.mailbox is not None
@@ -62,6 +71,7 @@ class TrainerSide:
         metrics: Mapping[str, float],
         compute: Iterable[Interval],
         checkpoint_step: int,
+        kept_checkpoint_steps: Iterable[int] = (),
     ) -> int:
         """Record a version in the ledger and tell the replicas; returns the newest number.
 
@@ -75,6 +85,7 @@ class TrainerSide:
             trainer = ring.trainers.check(policy, incarnation)
             if trainer is not None:
                 trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
+                trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
             intervals = list(compute)
             ring.timeline.computed(policy, intervals)
             is_new = ledger.check(version)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from services.orchestrator.journal.retention import collect
+from services.orchestrator import forecast
+from services.orchestrator.forecast import DiskForecast
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.progress import waits
 from services.orchestrator.ring import Ring
 from services.orchestrator.stall_watch import StallWatch
@@ -40,6 +42,7 @@ class Watch:
         self._paused_without: frozenset[str] = frozenset()  # peers that were silent then
         self._ticked_at: float | None = None
         self._stalls = StallWatch(ring)
+        self._forecast = DiskForecast(ring.recipe.orchestrator.min_free_bytes)
 
     async def run(self) -> None:
         while True:
@@ -60,6 +63,9 @@ class Watch:
             self._pause_for_failures()
             self._give_up_overdue()
             self._abandon_evaluations()
+        if self._is_due("forecast", forecast.SAMPLE_S):
+            used = await asyncio.to_thread(forecast.bytes_below, ring.run_dir)
+            ring.disk = self._forecast.note(ring.clock(), ring.journal.free_bytes(), used)
         if self._is_due("stalls", STALLS_S):
             self._stalls.look()
         if self._is_due("throughput", THROUGHPUT_S):
@@ -193,13 +199,14 @@ class Watch:
     async def _collect(self) -> None:
         """Where the recipe asks for it, delete trajectories that no replay can need."""
         ring = self._ring
-        if ring.recipe.orchestrator.retention != "checkpoint":
+        if ring.recipe.orchestrator.retention != "needed":
             return
-        steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
+        steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in ring.trainers}
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
-        removed = await asyncio.to_thread(collect, ring.journal, steps, live)
-        self._collected_step = steps
-        if removed:
-            log.info("journal.collected", segments=removed)
+        found = await asyncio.to_thread(collect, ring.journal, steps, live)
+        if len(found.rewritten) < MOST_REWRITTEN:  # else there may be more
+            self._collected_step = steps
+        if found.removed or found.rewritten:
+            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)

@@ -1,44 +1,80 @@
-"""Whether a batch is what its header says, and one that the model can read, asked before anything is computed from it."""
+"""Whether a batch is what its header says, and one that the model can read, asked before anything is computed from it.
+
+The orchestrator checks records when they come in; what it could not know, such as the vocabulary of a model that is not on
+its machine, is found here, before an id is looked up. Every rank hears of a fault of any rank.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from services.common import kept_tokens
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import InvalidRequestError
-from services.common.types import RankBatch
+from services.common.types import RankBatch, TrainingSequence
 from services.trainer.packing import Document
 from services.trainer.sharding import Ranks
 
 
 def check_batch(batch: RankBatch, ranks: Ranks, vocab_size: int) -> None:
-    """A collective: every rank calls it with its own share.
+    """A collective: every rank calls it with its own share, and every rank raises where one does.
 
     Raises:
-        InvalidRequestError: a token id is none of the model's, or the denominators are not the sums of the shares, which
-            would silently scale the gradient.
+        InvalidRequestError: a sequence holds what the model cannot read, or the denominators are not the sums of the shares,
+            which would silently scale the gradient. Its metadata names the first such ``sequence_id``.
     """
-    counted = torch.zeros(len(batch.minibatches), 2, dtype=torch.int64, device=ranks.device)
+    faults = [(item.sequence_id, fault) for item in batch.sequences if (fault := _fault(item, batch, vocab_size))]
+    counted = torch.zeros(len(batch.minibatches) + 1, 2, dtype=torch.int64, device=ranks.device)
     for item in batch.sequences:
-        if not 0 <= item.minibatch < len(batch.minibatches):
-            raise InvalidRequestError(f"sequence {item.sequence_id} is of minibatch {item.minibatch}, "
-                                      f"but the batch has {len(batch.minibatches)}")  # fmt: skip
-        token_ids = item.sequence.token_ids
-        unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
-        if len(unknown):
-            raise InvalidRequestError(
-                f"sequence {item.sequence_id} has the token id {unknown[0]}, and the model of {batch.policy} has ids 0 to "
-                f"{vocab_size - 1}: a replica has another model or tokenizer"
-            )
-        counted[item.minibatch, 0] += 1
-        counted[item.minibatch, 1] += item.sequence.num_trained_tokens
+        if 0 <= item.minibatch < len(batch.minibatches):
+            counted[item.minibatch, 0] += 1
+            counted[item.minibatch, 1] += item.sequence.num_trained_tokens
+    counted[-1, 0] = len(faults)
+    *found, (num_faults, _) = ranks.sum(counted).tolist()
+    if faults:
+        sequence_id, fault = faults[0]
+        raise InvalidRequestError(
+            f"sequence {sequence_id} of batch {batch.training_step} of policy {batch.policy} cannot be trained: {fault} "
+            f"({len(faults)} such sequences on this rank). `millrace journal RUN` shows its record",
+            sequence_id=sequence_id,
+            policy=batch.policy,
+            training_step=str(batch.training_step),
+        )
+    if num_faults:
+        raise InvalidRequestError(
+            f"batch {batch.training_step} of policy {batch.policy}: other ranks hold {num_faults} sequences that cannot be "
+            "trained; their logs name them",
+            policy=batch.policy,
+            training_step=str(batch.training_step),
+        )
     stated = [[t.num_sequences, t.num_trained_tokens] for t in batch.minibatches]
-    found = ranks.sum(counted).tolist()
     if found != stated:
         raise InvalidRequestError(
             f"batch {batch.training_step} of policy {batch.policy}: headers state (sequences, trained tokens) "
             f"{stated} per minibatch, the ranks hold {found}"
         )
+
+
+def _fault(item: TrainingSequence, batch: RankBatch, vocab_size: int) -> str:
+    """Why a sequence cannot be trained; empty when it can."""
+    if not 0 <= item.minibatch < len(batch.minibatches):
+        return f"it is of minibatch {item.minibatch}, but the batch has {len(batch.minibatches)}"
+    token_ids = item.sequence.token_ids
+    unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(unknown):
+        return (
+            f"it has the token id {unknown[0]}, and the model of {batch.policy} has ids 0 to {vocab_size - 1}: a replica "
+            "has another model or tokenizer"
+        )
+    written = [segment for segment in item.sequence.segments if segment.num_tokens]
+    if written and written[0].is_policy:
+        return "it trains its first token, which no token precedes; it needs a prompt"
+    for segment in written:
+        try:
+            kept_tokens.check(segment.kept, segment.token_ids, vocab_size)
+        except ValueError as error:
+            return str(error)
+    return ""
 
 
 def check_taught(sequence_id: str, document: Document, config: AlgorithmConfig) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import structlog
 import torch
 
+from services.common import finite
 from services.common.config.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError
 from services.common.types import MinibatchTotals, RankBatch
@@ -95,7 +96,7 @@ class TrainStep:
         self._temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
-        self._vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
+        self.vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
         self._usage = Usage(model, ranks, peak_flops)
         self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
 
@@ -141,9 +142,9 @@ class TrainStep:
     # -- preparation -------------------------------------------------------------------------------------------------
 
     def _pack(self, batch: RankBatch, sums: Sums) -> list[list[MicroTensors]]:
+        check_batch(batch, self.ranks, self.vocab_size)
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
-        check_batch(batch, self.ranks, self._vocab_size)
         has_credit = needs_credit(self.config)  # then normalised per token
         if self.config.deviation == "batch":
             rewards = self._everywhere(reward_moments(batch.sequences))
@@ -151,7 +152,7 @@ class TrainStep:
         if self.config.batch_normalize_advantages and not has_credit:
             advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         sums.add("sequences", len(batch.sequences))
-        sums.add("reward", sum(s.sequence.reward for s in batch.sequences))
+        sums.add("reward", finite.total(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
         if not has_credit:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))

@@ -75,8 +75,10 @@ class OrchestratorConfig(Section):
     """`process`: what is acknowledged survives kill -9. `power`: also a power cut (fsync)."""
     segment_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
     """Journal segments are rolled at this size."""
-    retention: Literal["all", "checkpoint"] = "all"
-    """`all` keeps every trajectory; `checkpoint` deletes those that no replay since the last checkpoint can need."""
+    retention: Literal["needed", "all"] = "needed"
+    """`needed` keeps the trajectories that are still to be trained, and those that a replay from the oldest checkpoint which
+    a trainer keeps needs; others are deleted, 64 MiB (`segment_bytes`) at a time. `all` keeps every trajectory: at least
+    6 bytes per token. Batches, versions, evaluations and metrics stay for ever with both (docs/journal.md)."""
     min_free_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Below this much free disk nothing new is issued, and the run says so."""
 

@@ -39,7 +39,11 @@ class _RecordOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RECORD_OUTCOME_UNKNOWN: _RecordOutcome.ValueType  # 3
     """No such task group or slot in this run; dropped and counted."""
     RECORD_OUTCOME_INVALID: _RecordOutcome.ValueType  # 4
-    """Malformed (an unknown policy, a version from the future); stored as a failure and counted."""
+    """Beyond a bound, or malformed; its slot is stored as a failure. The acknowledgement says why."""
+    RECORD_OUTCOME_REFUSED: _RecordOutcome.ValueType  # 5
+    """From somebody who is no member of the pool, or was never given the slot; dropped, the slot stays open. The
+    acknowledgement says why.
+    """
 
 class RecordOutcome(_RecordOutcome, metaclass=_RecordOutcomeEnumTypeWrapper):
     """What became of one record."""
@@ -53,8 +57,96 @@ RECORD_OUTCOME_DUPLICATE: RecordOutcome.ValueType  # 2
 RECORD_OUTCOME_UNKNOWN: RecordOutcome.ValueType  # 3
 """No such task group or slot in this run; dropped and counted."""
 RECORD_OUTCOME_INVALID: RecordOutcome.ValueType  # 4
-"""Malformed (an unknown policy, a version from the future); stored as a failure and counted."""
+"""Beyond a bound, or malformed; its slot is stored as a failure. The acknowledgement says why."""
+RECORD_OUTCOME_REFUSED: RecordOutcome.ValueType  # 5
+"""From somebody who is no member of the pool, or was never given the slot; dropped, the slot stays open. The
+acknowledgement says why.
+"""
 Global___RecordOutcome: typing_extensions.TypeAlias = RecordOutcome
+
+class _RefusalReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REFUSAL_REASON_UNSPECIFIED: _RefusalReason.ValueType  # 0
+    """Not set: the record was taken, repeated or unknown."""
+    REFUSAL_REASON_NOT_A_MEMBER: _RefusalReason.ValueType  # 1
+    """The sender never joined the pool as this incarnation."""
+    REFUSAL_REASON_NOT_THE_OWNER: _RefusalReason.ValueType  # 2
+    """The sender was never given this task group."""
+    REFUSAL_REASON_UNREADABLE: _RefusalReason.ValueType  # 3
+    """It cannot be read as a record."""
+    REFUSAL_REASON_POLICY: _RefusalReason.ValueType  # 4
+    """A policy that the run, or the task group, does not have."""
+    REFUSAL_REASON_VERSION: _RefusalReason.ValueType  # 5
+    """A weight version that does not exist, or is not the one asked for."""
+    REFUSAL_REASON_TOKEN_ID: _RefusalReason.ValueType  # 6
+    """A token id that the policy does not have."""
+    REFUSAL_REASON_LENGTH: _RefusalReason.ValueType  # 7
+    """Too many tokens in a turn, a sequence or a trajectory, or none where there must be one."""
+    REFUSAL_REASON_COUNT: _RefusalReason.ValueType  # 8
+    """Too many sequences or segments, or no sequence."""
+    REFUSAL_REASON_REWARD: _RefusalReason.ValueType  # 9
+    """A reward that is not finite, too large, or none that the policy's advantage can be made from."""
+    REFUSAL_REASON_LOGPROB: _RefusalReason.ValueType  # 10
+    """A log-probability that no distribution gives."""
+    REFUSAL_REASON_TEACHER: _RefusalReason.ValueType  # 11
+    """A teacher's log-probability that no distribution gives, is missing, or was not asked for."""
+    REFUSAL_REASON_KEPT_TOKENS: _RefusalReason.ValueType  # 12
+    """Tokens that could be drawn: unreadable, missing, or outside the vocabulary."""
+    REFUSAL_REASON_TEMPERATURE: _RefusalReason.ValueType  # 13
+    """A temperature at which nothing can be sampled."""
+    REFUSAL_REASON_NAME: _RefusalReason.ValueType  # 14
+    """A name that is empty, too long or not printable."""
+    REFUSAL_REASON_NUMBER: _RefusalReason.ValueType  # 15
+    """An attempt or a thread below 0 or far too large."""
+    REFUSAL_REASON_METRIC: _RefusalReason.ValueType  # 16
+    """Too many metrics, or one that is not finite or too large."""
+    REFUSAL_REASON_TIME: _RefusalReason.ValueType  # 17
+    """Times, or what the rollout did and when, that cannot be."""
+
+class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
+    """Why a record is not taken. The Python side is services/common/refusals.py; docs/protocol.md has the bounds."""
+
+REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
+"""Not set: the record was taken, repeated or unknown."""
+REFUSAL_REASON_NOT_A_MEMBER: RefusalReason.ValueType  # 1
+"""The sender never joined the pool as this incarnation."""
+REFUSAL_REASON_NOT_THE_OWNER: RefusalReason.ValueType  # 2
+"""The sender was never given this task group."""
+REFUSAL_REASON_UNREADABLE: RefusalReason.ValueType  # 3
+"""It cannot be read as a record."""
+REFUSAL_REASON_POLICY: RefusalReason.ValueType  # 4
+"""A policy that the run, or the task group, does not have."""
+REFUSAL_REASON_VERSION: RefusalReason.ValueType  # 5
+"""A weight version that does not exist, or is not the one asked for."""
+REFUSAL_REASON_TOKEN_ID: RefusalReason.ValueType  # 6
+"""A token id that the policy does not have."""
+REFUSAL_REASON_LENGTH: RefusalReason.ValueType  # 7
+"""Too many tokens in a turn, a sequence or a trajectory, or none where there must be one."""
+REFUSAL_REASON_COUNT: RefusalReason.ValueType  # 8
+"""Too many sequences or segments, or no sequence."""
+REFUSAL_REASON_REWARD: RefusalReason.ValueType  # 9
+"""A reward that is not finite, too large, or none that the policy's advantage can be made from."""
+REFUSAL_REASON_LOGPROB: RefusalReason.ValueType  # 10
+"""A log-probability that no distribution gives."""
+REFUSAL_REASON_TEACHER: RefusalReason.ValueType  # 11
+"""A teacher's log-probability that no distribution gives, is missing, or was not asked for."""
+REFUSAL_REASON_KEPT_TOKENS: RefusalReason.ValueType  # 12
+"""Tokens that could be drawn: unreadable, missing, or outside the vocabulary."""
+REFUSAL_REASON_TEMPERATURE: RefusalReason.ValueType  # 13
+"""A temperature at which nothing can be sampled."""
+REFUSAL_REASON_NAME: RefusalReason.ValueType  # 14
+"""A name that is empty, too long or not printable."""
+REFUSAL_REASON_NUMBER: RefusalReason.ValueType  # 15
+"""An attempt or a thread below 0 or far too large."""
+REFUSAL_REASON_METRIC: RefusalReason.ValueType  # 16
+"""Too many metrics, or one that is not finite or too large."""
+REFUSAL_REASON_TIME: RefusalReason.ValueType  # 17
+"""Times, or what the rollout did and when, that cannot be."""
+Global___RefusalReason: typing_extensions.TypeAlias = RefusalReason
 
 @typing.final
 class HeldVersion(google.protobuf.message.Message):
@@ -665,16 +757,24 @@ class RecordAck(google.protobuf.message.Message):
 
     RECORD_NUMBER_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     record_number: builtins.int
     """The record's number on this stream."""
     outcome: Global___RecordOutcome.ValueType
     """What became of it."""
+    reason: Global___RefusalReason.ValueType
+    """Why it was not taken, with INVALID and REFUSED."""
+    detail: builtins.str
+    """The same with its value, for people."""
     def __init__(
         self,
         *,
         record_number: builtins.int = ...,
         outcome: Global___RecordOutcome.ValueType = ...,
+        reason: Global___RefusalReason.ValueType = ...,
+        detail: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "record_number", b"record_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "outcome", b"outcome", "reason", b"reason", "record_number", b"record_number"]) -> None: ...
 
 Global___RecordAck: typing_extensions.TypeAlias = RecordAck

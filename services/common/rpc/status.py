@@ -50,6 +50,7 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.SupersededError: Code.ABORTED,
     errors.CapacityError: Code.RESOURCE_EXHAUSTED,
     errors.CorruptDataError: Code.DATA_LOSS,
+    errors.BatchLostError: Code.DATA_LOSS,
     errors.DeadlineError: Code.DEADLINE_EXCEEDED,
     errors.RolloutTimeoutError: Code.DEADLINE_EXCEEDED,
     errors.InfrastructureError: Code.UNAVAILABLE,

@@ -17,7 +17,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.envgateway.judge.asserts import DirectAssert, UnreadableTestsError, num_asserts, read
+from services.common.assert_tests import UnusableTestsError
+from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
 from services.envgateway.judge.compare import VALUE_MODES, difference, value_rule
 from services.envgateway.judge.interview import Interview
 from services.envgateway.judge.records import (
@@ -31,7 +32,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Verdict,
 )
-from services.envgateway.judge.results import RETRYABLE, case_result, refused, whole_result
+from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
 from services.envgateway.judge.values import equal, shown
 from services.envgateway.sandbox.bare import plain
 from services.envgateway.sandbox.connection import SubmittedRun
@@ -65,11 +66,13 @@ class Judge:
         """
         direct: tuple[DirectAssert, ...] | None = None
         wrong = _why_refused(request)
+        if not wrong and (broken := _why_unusable_tests(request)):
+            return unusable(request, broken, self._sandbox.tier)
         if not wrong and isinstance(request.tests, AssertTests):
             try:
                 direct = await asyncio.to_thread(read, request.tests)
-            except UnreadableTestsError as error:
-                wrong = str(error)
+            except UnusableTestsError as error:
+                return unusable(request, str(error), self._sandbox.tier)
         if wrong:
             return refused(request, wrong, self._sandbox.tier)
         async with self._sandbox.lease(queue_timeout_s, patient=request.lane is Lane.BATCH) as slot:
@@ -176,8 +179,8 @@ class _Judgement:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> Callable[[int], Awaitable[CaseResult]]:
-        payload = {"entry_point": entry_point, "args": args, "kwargs": kwargs,
-                   "prelude": entry_point.startswith("Solution")}  # fmt: skip
+        has_prelude = entry_point.startswith("Solution") or b"class Solution" in self._source
+        payload = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
         job = Job(
             mode="call",
             profile=self._profile,
@@ -202,13 +205,15 @@ class _Judgement:
     # -- tests that have to be run ----------------------------------------------------------------------------------
 
     async def _interview(self, tests: AssertTests) -> JudgeResult:
-        entry_point = tests.entry_point
+        meant = names(tests)
         expected = max(1, num_asserts(tests))
-        cases = await Interview(self._slot, self._request, tests, expected).run()
+        cases = await Interview(self._slot, self._request, tests, meant, expected).run()
         if isinstance(cases, str):
-            return refused(self._request, cases, self._tier)
+            return unusable(self._request, cases, self._tier)
         if not cases:
-            return refused(self._request, f"the tests of {entry_point or 'the program'} test nothing", self._tier)
+            return unusable(
+                self._request, f"the tests of {meant.entry_point or 'the program'} test nothing", self._tier
+            )
         stopped = self._request.stop_early and cases[-1].verdict is not Verdict.OK
         return whole_result(self._request, cases, max(expected, len(cases)) if stopped else len(cases), self._tier)
 
@@ -223,10 +228,20 @@ def _why_refused(request: JudgeRequest) -> str:
     if request.language == "cpp" and not isinstance(tests, StdinTests):
         return "C++ programs are judged by stdin and stdout only"
     mode = request.comparison.mode
-    if isinstance(tests, AssertTests):
-        return _why_no_text([tests.tests, tests.preamble, tests.entry_point])
-    if mode is not None and (mode in VALUE_MODES) is not isinstance(tests, CallTests):
+    if (
+        not isinstance(tests, AssertTests)
+        and mode is not None
+        and (mode in VALUE_MODES) is not isinstance(tests, CallTests)
+    ):
         return f"comparison {mode.value!r} does not suit these tests"
+    return ""
+
+
+def _why_unusable_tests(request: JudgeRequest) -> str:
+    """Why no program can be judged by these tests; for asserts their text has to be read."""
+    tests = request.tests
+    if isinstance(tests, AssertTests):
+        return ""
     if not tests.cases:
         return "there are no cases"
     if len(tests.cases) > MAX_CASES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from services.common import finite
 from services.common.fates import StepFact
 from services.common.types import MinibatchTotals, Sequence
 from services.orchestrator.buffer.split import spread
@@ -70,7 +71,7 @@ def _statistics(entries: list[BatchEntry], sequences: list[Sequence]) -> dict[st
     masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
     replay = {"num_replayed": float(len(again)), "replayed_staleness_max": float(max(again))} if again else {}
     return {
-        "batch_reward_mean": sum(s.reward for s in sequences) / count,
+        "batch_reward_mean": finite.mean(s.reward for s in sequences),
         "staleness_mean": sum(fresh) / len(fresh),
         "staleness_max": float(max(fresh)),
         "response_tokens_mean": trained / count,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from services.common.config.policy import ResampleConfig
+from services.common.finite import finite
 from services.common.seeds import derived_seed
 from services.orchestrator.groups import AdvantageGroup, part_of
 
@@ -91,7 +92,7 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> 
     """
     kept = resample_on_correct(
         [member.sequence.reward for member in group.members] + list(group.silent),
-        [float(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
+        [_penalty(member.sequence.metrics.get(config.penalty, 0.0)) for member in group.members]
         + [0.0] * len(group.silent),
         config.keep,
         positives=config.positives,
@@ -99,6 +100,11 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> 
         seed=derived_seed(seed, "resample", group.policy, group.role, group.attempt),
     )
     return part_of(group, kept) if kept else None
+
+
+def _penalty(value: float) -> float:
+    """A metric as a penalty: what is below 0, or no number, is none."""
+    return max(0.0, finite(float(value)))
 
 
 def _weighted(draw: random.Random, items: Sequence[int], weights: Sequence[float], count: int) -> list[int]:

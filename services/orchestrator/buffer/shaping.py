@@ -10,6 +10,7 @@ n counts the tokens that the policy wrote, over all turns. Pure; knows nothing a
 from __future__ import annotations
 
 from services.common.config.policy import OverlongPenaltyConfig
+from services.common.finite import finite
 from services.orchestrator.groups import AdvantageGroup, rewarded, with_members
 
 
@@ -30,7 +31,7 @@ def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[A
     if not any(penalties):
         return group, penalties
     shaped = (
-        rewarded(member, member.sequence.reward - penalty)
+        rewarded(member, finite(member.sequence.reward - penalty))
         for member, penalty in zip(group.members, penalties, strict=True)
     )
     return with_members(group, shaped), penalties

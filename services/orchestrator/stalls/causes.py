@@ -23,6 +23,7 @@ class Cause(enum.StrEnum):
     EXHAUSTED = "exhausted"
     ALL_FILTERED = "all_filtered"
     ALL_FAIL = "all_fail"
+    RECORDS_REFUSED = "records_refused"
     NOTHING_TO_PLAY = "nothing_to_play"
     QUOTA_FULL = "quota_full"
     NO_PROGRESS = "no_progress"
@@ -49,6 +50,8 @@ ADVICE = {
     Cause.ALL_FILTERED: "all rewards of a group are equal, so nothing can be learnt: use easier or harder tasks, a finer "
     "reward, or batch.dynamic_sampling: false",
     Cause.ALL_FAIL: "mend what the failures say, then `millrace resume` if the run was paused",
+    Cause.RECORDS_REFUSED: "mend what the reason names at that replica (model, tokenizer, settings, workflow or reward), "
+    "or drain it: `millrace drain`; what it plays is lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation leaves nothing of the dataset: loosen it, or add tasks",
     Cause.QUOTA_FULL: "what is outstanding fills the quota and makes no batch: raise batch.max_staleness or lower "
     "batch.size",

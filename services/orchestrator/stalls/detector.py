@@ -22,7 +22,13 @@ from services.orchestrator.stalls.rules_peers import (
     silent_dependencies,
     silent_peers,
 )
-from services.orchestrator.stalls.rules_run import everything_fails, nothing_goes_on, nothing_is_learnt, nothing_to_play
+from services.orchestrator.stalls.rules_run import (
+    everything_fails,
+    everything_refused,
+    nothing_goes_on,
+    nothing_is_learnt,
+    nothing_to_play,
+)
 from services.orchestrator.stalls.rules_work import WORK_RULES
 
 Rule = Callable[[Facts, Patience], Iterable[Finding]]
@@ -36,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *WORK_RULES,
     nothing_is_learnt,
     everything_fails,
+    everything_refused,
     nothing_to_play,
 )
 LOOKS = 2  # that a finding must last, and be gone

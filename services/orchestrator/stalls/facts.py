@@ -26,6 +26,17 @@ class ReplicaFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedFacts:
+    """A sender of which no record was taken lately."""
+
+    component: str
+    number: int  # of records refused in a row
+    since: float  # monotonic
+    newest: float
+    detail: str  # of the newest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
     """The trainer of a policy."""
 
@@ -69,6 +80,7 @@ class Facts:
     peers: Mapping[str, PeerState] = field(default_factory=dict)  # as whoever hears them best sees them
     failures_in_a_row: int = 0
     last_failure: str = ""
+    refused: tuple[RefusedFacts, ...] = ()
     group_size: int = 1
     nothing_to_play: bool = False  # curation refused a whole pass of the data
     progress: Mapping[str, float] = field(default_factory=dict)  # counters that grow while the run goes on

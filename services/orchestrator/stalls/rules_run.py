@@ -15,6 +15,8 @@ from services.orchestrator.stalls.patience import LEAST_S, Patience
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept
 LAST_RESORT_TIMES = 2.0  # the other rules know better, and get their time
 FAILED_GROUPS = 2  # so many groups' rollouts failed in a row
+REFUSED_RECORDS = 8  # of one sender in a row
+REFUSED_LATELY_S = 60.0  # a sender that has stopped is no stall any more
 
 
 def nothing_is_learnt(facts: Facts, patience: Patience) -> Iterator[Finding]:
@@ -44,6 +46,18 @@ def everything_fails(facts: Facts, patience: Patience) -> Iterator[Finding]:
             since=since,
             inferred=True,
         )
+
+
+def everything_refused(facts: Facts, patience: Patience) -> Iterator[Finding]:
+    """A replica plays on while none of its records is taken, or a stranger keeps sending."""
+    for sender in facts.refused:
+        if sender.number >= REFUSED_RECORDS and facts.now - sender.newest <= REFUSED_LATELY_S:
+            yield Finding(
+                component=sender.component,
+                cause=Cause.RECORDS_REFUSED,
+                detail=f"its last {sender.number} records were refused, the newest because: {sender.detail}",
+                since=sender.since,
+            )
 
 
 def nothing_to_play(facts: Facts, patience: Patience) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.config.algorithm import AlgorithmConfig
+from services.common.finite import MOST
 from services.common.types import TrainingSequence
 from services.trainer.algorithms.max_rl import max_rl_advantages
 from services.trainer.algorithms.pass_at_k import pass_at_k_advantages
@@ -34,10 +35,12 @@ from services.trainer.algorithms.pass_at_k import pass_at_k_advantages
 Floats = npt.NDArray[np.float64]
 
 EQUAL = 1e-12  # deviation of a group, relative to its mean, that is rounding
+LARGEST = 2.0**480  # numbers beyond are mistakes; the squares of 2**60 such can be added up
 
 
+@np.errstate(over="ignore")  # what no float holds becomes the nearest that one does
 def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfig) -> Floats:
-    """One advantage per sequence, before any batch normalisation. [num_sequences]"""
+    """One advantage per sequence, before any batch normalisation; finite for all finite rewards. [num_sequences]"""
     rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
     means = np.array([s.group_mean for s in sequences], dtype=np.float64)
     size = np.array([s.group_size for s in sequences], dtype=np.float64)
@@ -49,13 +52,18 @@ def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfi
     if config.advantage in ("reinforce", "gae"):
         return rewards
     deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
-    centred = rewards - means
+    centred = _finite(rewards - means)
     centred[deviations <= EQUAL * np.abs(means)] = 0.0
     if config.advantage == "dr_grpo" or config.deviation == "batch":
         return centred
     if config.advantage == "rloo":
-        return centred * size / np.maximum(size - 1.0, 1.0)
-    return centred / (deviations + config.advantage_eps)
+        return _finite(centred * size / np.maximum(size - 1.0, 1.0))
+    return _finite(centred / (deviations + config.advantage_eps))
+
+
+def _finite(values: Floats) -> Floats:
+    """Each number, or the nearest that a float holds."""
+    return np.clip(values, -MOST, MOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,18 @@ class Moments:
 
     @classmethod
     def of(cls, values: Floats, weights: Floats) -> Moments:
-        """Of numbers that each stand for ``weights`` equal ones (a sequence's tokens)."""
+        """Of numbers that each stand for ``weights`` equal ones (a sequence's tokens). Numbers whose squares could not be added
+        up count as the largest ones that can."""
+        values = np.clip(values, -LARGEST, LARGEST)
         return cls(float(weights.sum()), float((values * weights).sum()), float((values**2 * weights).sum()))
 
 
 def normalize(advantages: Floats, moments: Moments, config: AlgorithmConfig) -> Floats:
     """(A - mean) / (std + eps) with the moments of the global batch. [num_sequences]"""
-    return (advantages - moments.mean) / moments.divisor(config) if moments.count else advantages
+    if not moments.count:
+        return advantages
+    with np.errstate(over="ignore"):
+        return _finite((advantages - moments.mean) / moments.divisor(config))
 
 
 def reward_moments(sequences: Seq[TrainingSequence]) -> Moments:
@@ -98,4 +111,5 @@ def reward_moments(sequences: Seq[TrainingSequence]) -> Moments:
 
 def over_batch_deviation(centred: Floats, rewards: Moments, config: AlgorithmConfig) -> Floats:
     """R - mean of the group, over the deviation (n - 1) of all rewards of the global batch. [num_sequences]"""
-    return centred / (rewards.deviation("sample") + config.advantage_eps)
+    with np.errstate(over="ignore"):
+        return _finite(centred / (rewards.deviation("sample") + config.advantage_eps))

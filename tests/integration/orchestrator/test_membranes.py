@@ -64,7 +64,10 @@ async def test_bad_records_are_answered_and_counted_and_disturb_nobody(orchestra
     assert replica.outcomes[name, 0] == [pool_pb2.RECORD_OUTCOME_ACCEPTED, pool_pb2.RECORD_OUTCOME_DUPLICATE]
     assert replica.outcomes[name, 1] == replica.outcomes[name, 2] == [pool_pb2.RECORD_OUTCOME_INVALID]
     assert replica.outcomes["nothing-1", 0] == [pool_pb2.RECORD_OUTCOME_UNKNOWN]
-    assert progress.counters["records_invalid"] == 2
+    assert replica.outcomes[name, 3] == [pool_pb2.RECORD_OUTCOME_INVALID]
+    assert progress.counters["records_invalid"] == 3
+    refused = {name: n for name, n in progress.counters.items() if name.startswith("refused_")}
+    assert refused == {"refused_policy": 1, "refused_version": 1, "refused_unreadable": 1}
     assert progress.counters["failures_invalid_record"] == 3
     assert progress.counters["records_unknown"] == 1
     assert progress.counters["records_duplicate"] == 1

@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 
 from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
-from services.common.types import Sampling, Sequence, WeightVersion
-from services.orchestrator.ingest import RecordOutcome, find_fault
-from services.orchestrator.versions import VersionLedger
+from services.common.types import Sampling, Sequence, TaskGroupOrder, Trajectory
+from services.orchestrator.bounds import PolicyBounds, RecordBounds
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.record_facts import RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
-LEDGERS = {"model0": VersionLedger("model0")}
-LEDGERS["model0"].record(WeightVersion(policy="model0", number=0, digest="d0"))
+BOUNDS = RecordBounds({"model0": PolicyBounds(context_length=64)})
 CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
+
+
+def fault_of(record: Trajectory, issued: TaskGroupOrder) -> str:
+    try:
+        BOUNDS.check(record, issued, lambda policy: 0)
+    except RecordRefusedError as error:
+        return error.refusal.detail
+    return ""
 
 
 def rows_for(token_ids: np.ndarray) -> list[KeptRow]:
@@ -74,9 +82,9 @@ def test_a_segment_without_the_distribution_that_it_was_drawn_from_is_refused(
     if kept == pack([left_out_row([2])], 4):  # of the third token alone, which it then could not be
         kept = pack([left_out_row([9])] * 2 + [left_out_row([2])], 4)
     record = trajectory("g", 0, cut(sequence(), kept, temperature))
-    found = find_fault(record, LEDGERS, replace(order(), sampling=Sampling(**CUT)))
+    found = fault_of(record, replace(order(), sampling=Sampling(**CUT)))
     assert fault in found and bool(found) == bool(fault)
 
 
 def test_an_engine_need_not_tell_what_was_kept_of_the_whole_distribution() -> None:
-    assert find_fault(trajectory("g", 0, sequence()), LEDGERS, order()) == ""
+    assert fault_of(trajectory("g", 0, sequence()), order()) == ""

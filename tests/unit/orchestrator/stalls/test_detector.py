@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from services.common.accounts import AccountState, PeerState
 from services.orchestrator.stalls.causes import ADVICE, Cause
+from services.orchestrator.stalls.facts import RefusedFacts
 from tests.unit.orchestrator.stalls.runs import MadeUpRun, account, activity
 
 HEALTHY_S = 120
@@ -196,6 +198,11 @@ def all_fail(run: MadeUpRun) -> None:
     run.set(failures_in_a_row=300, last_failure="INFRASTRUCTURE: the grader is gone", group_size=8)
 
 
+def all_refused(run: MadeUpRun) -> None:
+    seen = RefusedFacts(component="replica/a", number=8, since=run.now, newest=run.now, detail="token_id: 99999")
+    run.edits.append(lambda facts: replace(facts, refused=(replace(seen, newest=facts.now),)))
+
+
 def curated_away(run: MadeUpRun) -> None:
     run.set(nothing_to_play=True)
 
@@ -224,6 +231,7 @@ CASES: dict[Callable[[MadeUpRun], None], tuple[str, Cause]] = {
     announcement_lost: ("replica/a", Cause.ORDER_LOST),
     all_filtered: ("workflow", Cause.ALL_FILTERED),
     all_fail: ("rollouts", Cause.ALL_FAIL),
+    all_refused: ("replica/a", Cause.RECORDS_REFUSED),
     curated_away: ("dataset", Cause.NOTHING_TO_PLAY),
 }
 

@@ -1,0 +1,280 @@
+"""What a record of a rollout may be: a bound for every number in it, from the policies, the sampling and the recipe.
+
+    token ids      the rows of the policy's embedding (its config.json; its trainer when it joins)
+    lengths        sampling.max_new_tokens of the order, policies.<name>.model.context_length, the largest message
+    counts         workflow.settings.max_sequences, and constants that lie far above what workflows leave
+    magnitudes     constants below; what the policy's advantage can be made from
+
+docs/protocol.md has the table. A record that passes cannot raise in the orchestrator, and is none that the trainer
+refuses. Looks at arrays as wholes: the cost is a few microseconds per segment. Knows nothing about slots or senders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from services.common import kept_tokens
+from services.common.config.recipe import Recipe
+from services.common.refusals import RefusalReason as Reason
+from services.common.rpc.limits import limit_of
+from services.common.types import Logprobs, Purpose, Segment, Sequence, TaskGroupOrder, Trajectory
+from services.orchestrator.groups import GroupBy, group_key
+from services.orchestrator.record_facts import (
+    RecordRefusedError,
+    check_metrics,
+    check_name,
+    check_times,
+    refuse,
+    shown,
+)
+
+MOST_REWARD = 1e6
+LEAST_LOGPROB = -1e5  # the logits of a model, over the smallest temperature that anybody samples at
+MOST_LOGPROB = 1e-2  # above 0 by the rounding of an engine that computes in half precision
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100.0
+MOST_SEQUENCES = 1024  # of a trajectory; more where workflow.settings.max_sequences says so
+MOST_SEGMENTS = 8192  # of a sequence
+EMPTY_SEGMENTS = 16  # of them without a token
+MOST_TOKENS = limit_of("StreamTrajectories").request_bytes // 4  # of a trajectory: four bytes each in one message
+MOST_ATTEMPTS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyBounds:
+    """What is known of one policy."""
+
+    context_length: int
+    vocab_size: int | None = None  # rows of the embedding; None: not known, and ids are bounded from below alone
+    taught: bool = False  # a policy of the recipe scores its tokens
+    takes_reward: Callable[[float], bool] = lambda reward: True  # whether its advantage can be made from it
+    same_rewards: bool = False  # whether the sequences of a rollout that are compared as one must have equal rewards
+    group_by: GroupBy = "attempt"
+
+
+class RecordBounds:
+    def __init__(self, policies: Mapping[str, PolicyBounds], max_sequences: int = MOST_SEQUENCES) -> None:
+        self.policies = dict(policies)
+        self._max_sequences = max_sequences
+
+    @classmethod
+    def of(cls, recipe: Recipe, vocab_sizes: Mapping[str, int | None]) -> RecordBounds:
+        """``vocab_sizes``: rows of each policy's embedding, as far as they are known."""
+        wanted = [
+            workflow.settings.get("max_sequences")
+            for workflow in (recipe.workflow, recipe.evaluation.workflow)
+            if workflow is not None
+        ]
+        return cls(
+            {
+                name: PolicyBounds(
+                    context_length=policy.model.context_length,
+                    vocab_size=vocab_sizes.get(name),
+                    taught=name in recipe.teachers,
+                    takes_reward=policy.algorithm.takes_reward if policy.trained else lambda reward: True,
+                    same_rewards=policy.trained
+                    and policy.algorithm.advantage == "pass_at_k"
+                    and policy.batch.group_by != "policy",
+                    group_by=policy.batch.group_by,
+                )
+                for name, policy in recipe.policies.items()
+            },
+            max([MOST_SEQUENCES, *(number for number in wanted if isinstance(number, int))]),
+        )
+
+    def learn_vocabulary(self, policy: str, vocab_size: int) -> None:
+        """The trainer of a policy says how many rows its embedding has; it is who must look ids up."""
+        if vocab_size > 0:
+            self.policies[policy] = replace(self.policies[policy], vocab_size=vocab_size)
+
+    def fault_of_trained(self, sequence: Sequence) -> str:
+        """Why the trainer of its policy would refuse a sequence of a recorded batch; empty when it would not. Its record may
+        have come in before the vocabulary was known."""
+        bounds = self.policies[sequence.policy]
+        written = [segment for segment in sequence.segments if segment.num_tokens]
+        try:
+            _check_ids(sequence, bounds.vocab_size)
+            for segment in written:
+                kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+        except (RecordRefusedError, ValueError) as error:
+            return str(error)
+        return "it begins with a token of the policy" if written and written[0].is_policy else ""
+
+    def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Callable[[str], int]) -> None:
+        """``newest``: the newest version of a policy that the ledger knows.
+
+        Raises:
+            RecordRefusedError: something in it is beyond its bound.
+        """
+        _check_reward("the reward", trajectory.reward)
+        if not 1 <= len(trajectory.sequences) <= self._max_sequences:
+            refuse(
+                Reason.COUNT,
+                f"the trajectory has {len(trajectory.sequences)} sequences; it must have 1 to {self._max_sequences} "
+                "(workflow.settings.max_sequences raises the bound)",
+            )
+        num_tokens = 0
+        for sequence in trajectory.sequences:
+            bounds = self.policies.get(sequence.policy)
+            if bounds is None:
+                refuse(Reason.POLICY, f"unknown policy {shown(sequence.policy)}")
+            if order.policies and sequence.policy not in order.policies:
+                refuse(Reason.POLICY, f"a sequence of {sequence.policy} in a task group of {', '.join(order.policies)}")
+            _check_sequence(sequence, bounds, order, newest(sequence.policy))
+            num_tokens += sequence.num_tokens
+        if num_tokens > MOST_TOKENS:
+            refuse(Reason.LENGTH, f"the trajectory has {num_tokens} tokens; at most {MOST_TOKENS} are taken")
+        if order.purpose is Purpose.TRAIN:
+            self._check_compared(trajectory)
+        check_metrics(trajectory.metrics, "the trajectory")
+        check_times(trajectory)
+
+    def _check_compared(self, trajectory: Trajectory) -> None:
+        """Right or wrong is said of a rollout, not of each of its threads."""
+        rewards: dict[tuple[str, str, int], float] = {}
+        for sequence in trajectory.sequences:
+            bounds = self.policies[sequence.policy]
+            if not bounds.same_rewards:
+                continue
+            first = rewards.setdefault(group_key(sequence, bounds.group_by), sequence.reward)
+            if sequence.reward != first:
+                refuse(
+                    Reason.REWARD,
+                    f"sequences of {sequence.policy} that are compared as one have the rewards {first:g} and "
+                    f"{sequence.reward:g}: advantage pass_at_k needs one of 0 or 1",
+                )
+
+
+def _check_reward(what: str, reward: float) -> None:
+    if not -MOST_REWARD <= reward <= MOST_REWARD:  # NaN too
+        refuse(Reason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
+
+
+def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> None:
+    trains = order.purpose is Purpose.TRAIN
+    name = sequence.policy
+    check_name(sequence.role, f"the role of a sequence of {name}")
+    if not 0 <= sequence.attempt < MOST_ATTEMPTS or not 0 <= sequence.thread < MOST_ATTEMPTS * MOST_SEQUENCES:
+        refuse(
+            Reason.NUMBER,
+            f"a sequence of {name} is attempt {sequence.attempt}, thread {sequence.thread}; attempts are from 0 to "
+            f"{MOST_ATTEMPTS - 1}, threads are not below 0",
+        )
+    _check_reward(f"the reward of a sequence of {name}", sequence.reward)
+    if trains and not bounds.takes_reward(sequence.reward):
+        refuse(
+            Reason.REWARD,
+            f"the reward of a sequence of {name} is {sequence.reward:g}, from which its advantage cannot be made",
+        )
+    check_metrics(sequence.metrics, f"a sequence of {name}")
+    _check_lengths(sequence, bounds, order)
+    _check_ids(sequence, bounds.vocab_size)
+    required = order.required_versions.get(name)
+    for segment in sequence.segments:
+        _check_segment(segment, name, newest)
+        if not segment.is_policy:
+            continue
+        if required is not None and segment.num_tokens and segment.weight_version != required:
+            refuse(Reason.VERSION, f"sampled from version {segment.weight_version} of {name}, not {required}")
+        if trains:
+            _check_trained(segment, sequence, bounds, order)
+
+
+def _check_lengths(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
+    name, sizes = sequence.policy, [segment.num_tokens for segment in sequence.segments]
+    num_tokens = sum(sizes)
+    if not 1 <= num_tokens <= bounds.context_length:
+        refuse(
+            Reason.LENGTH,
+            f"a sequence of {name} has {num_tokens} tokens; it must have 1 to {bounds.context_length} "
+            f"(policies.{name}.model.context_length)",
+        )
+    if len(sizes) > min(MOST_SEGMENTS, num_tokens + EMPTY_SEGMENTS):
+        refuse(
+            Reason.COUNT,
+            f"a sequence of {name} has {len(sizes)} segments for {num_tokens} tokens; at most {MOST_SEGMENTS} are taken",
+        )
+    most, turn = order.sampling.max_new_tokens, 0
+    for segment, size in zip(sequence.segments, sizes, strict=True):
+        turn = turn + size if segment.is_policy else turn if size == 0 else 0
+        if turn > most:
+            refuse(
+                Reason.LENGTH,
+                f"a turn of {name} has {turn} tokens or more; sampling.max_new_tokens of its order is {most}",
+            )
+    first = next(segment for segment, size in zip(sequence.segments, sizes, strict=True) if size)
+    if order.purpose is Purpose.TRAIN and first.is_policy:
+        refuse(Reason.LENGTH, f"a sequence of {name} begins with a token of the policy: it has no prompt")
+
+
+def _check_ids(sequence: Sequence, vocab_size: int | None) -> None:
+    largest = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    for segment in sequence.segments:
+        # Negative ids are the largest of all as unsigned ones.
+        ids = segment.token_ids
+        if segment.num_tokens and int(ids.view(np.uint32).max()) > largest:
+            wrong = int(ids[(ids < 0) | (ids > largest)][0])
+            refuse(
+                Reason.TOKEN_ID,
+                f"a sequence of {sequence.policy} has the token id {wrong}, and the policy has ids 0 to {largest}: its "
+                "replica has another model or tokenizer",
+            )
+
+
+def _check_segment(segment: Segment, name: str, newest: int) -> None:
+    version, temperature = segment.weight_version, segment.temperature
+    if version > newest:
+        refuse(Reason.VERSION, f"version {version} of {name} is from the future: the newest is {newest}")
+    if version < -1:
+        refuse(Reason.VERSION, f"version {version} of {name} does not exist: the first is 0")
+    if temperature is not None and not 0 <= temperature <= MOST_TEMPERATURE:  # NaN too
+        refuse(Reason.TEMPERATURE, f"a segment of {name}: its temperature is {temperature}")
+    if segment.num_tokens and segment.is_policy and not _are_logprobs(segment.logprobs):
+        wrong = _worst(segment.logprobs)
+        refuse(
+            Reason.LOGPROB,
+            f"a log-probability of {name} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}",
+        )
+    if len(segment.teacher_logprobs) and not _are_logprobs(segment.teacher_logprobs):
+        wrong = _worst(segment.teacher_logprobs)
+        refuse(
+            Reason.TEACHER,
+            f"a log-probability of the teacher of {name} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}",
+        )
+
+
+def _are_logprobs(values: Logprobs) -> bool:
+    # The extremes of what holds NaN are NaN, and no comparison with it is true.
+    return bool(values.min() >= LEAST_LOGPROB and values.max() <= MOST_LOGPROB)
+
+
+def _worst(values: Logprobs) -> float:
+    return float(values[~((values >= LEAST_LOGPROB) & (values <= MOST_LOGPROB))][0])
+
+
+def _check_trained(segment: Segment, sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
+    """Whether these tokens can be trained: under the distribution that they were drawn from, with or without a teacher."""
+    name, temperature = sequence.policy, segment.temperature
+    if temperature is not None and temperature < LEAST_TEMPERATURE:
+        refuse(
+            Reason.TEMPERATURE,
+            f"a segment of {name}: its temperature is {temperature}; what is trained is sampled at "
+            f"{LEAST_TEMPERATURE:g} or more",
+        )
+    if order.sampling.is_truncated and segment.num_tokens and not segment.kept:
+        refuse(
+            Reason.KEPT_TOKENS,
+            f"a segment of {name}: it does not say which tokens top_k, top_p and min_p kept: the engine of its replica "
+            "does not tell them",
+        )
+    try:
+        kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+    except ValueError as error:
+        refuse(Reason.KEPT_TOKENS, f"a segment of {name}: {error}")
+    is_scored = len(segment.teacher_logprobs) == segment.num_tokens
+    if bounds.taught and not is_scored:
+        refuse(Reason.TEACHER, f"a segment of {name} lacks the log-probabilities of its teacher")
+    if not bounds.taught and len(segment.teacher_logprobs):
+        refuse(Reason.TEACHER, f"a segment of {name} has log-probabilities of a teacher, and it has none")

@@ -1,0 +1,74 @@
+"""Which records were not taken, by reason and by sender: counted, told in the log now and then, and named as a stall.
+
+Senders are words of peers, so that no more of them are remembered than ``MOST_SENDERS``. Knows nothing about grpc.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.refusals import Refusal, RefusalReason, counter_of
+from services.common.repeats import Repeats
+
+log = structlog.get_logger()
+
+MOST_SENDERS = 1024
+MOST_SHOWN = 64  # characters of a peer's word in the log
+OTHERS = "others"
+
+
+@dataclass(slots=True)
+class Streak:
+    """Refusals of one sender since a record of it was last taken."""
+
+    number: int
+    since: float  # on the caller's clock
+    newest: float
+    last: Refusal
+
+
+class Refusals:
+    def __init__(self, counters: Counter[str], clock: Callable[[], float] = time.monotonic) -> None:
+        """``counters`` are the run's, which outlive the process."""
+        self._counters = counters
+        self._clock = clock
+        self._repeats = Repeats(clock)
+        self._streaks: dict[str, Streak] = {}  # by replica id
+
+    @property
+    def streaks(self) -> Mapping[str, Streak]:
+        """By replica id."""
+        return self._streaks
+
+    def refused(self, replica_id: str, task_group_id: str, index: int, refusal: Refusal) -> None:
+        """A record was not taken."""
+        self._counters[counter_of(refusal.reason)] += 1
+        now = self._clock()
+        sender = replica_id[:MOST_SHOWN] if len(self._streaks) < MOST_SENDERS else OTHERS
+        streak = self._streaks.setdefault(sender, Streak(0, now, now, refusal))
+        streak.number += 1
+        streak.newest, streak.last = now, refusal
+        if (untold := self._repeats.tell(refusal.reason.value)) is not None:
+            log.warning(
+                "record.refused",
+                reason=refusal.reason.value,
+                detail=refusal.detail,
+                replica=sender,
+                task_group=task_group_id[:MOST_SHOWN],
+                index=index,
+                **untold,
+            )
+
+    def taken(self, replica_id: str) -> None:
+        """A record of this sender was good."""
+        self._streaks.pop(replica_id[:MOST_SHOWN], None)
+
+    def by_reason(self) -> dict[str, int]:
+        """Over the whole run, most first."""
+        found = {reason.value: self._counters[counter_of(reason)] for reason in RefusalReason}
+        return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda item: -item[1]))
