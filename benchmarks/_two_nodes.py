@@ -11,12 +11,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from benchmarks._machines import Machine, TwoMachines
+from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
 
 RECIPE = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 WAIT_S = 240.0
@@ -90,10 +93,9 @@ class TwoNodeRun:
 
     def records(self) -> list[dict[str, Any]]:
         """Every trajectory and failure in the journal."""
-        rows = []
-        for segment in sorted((self.run_dir / "journal").rglob("*.jsonl")):
-            rows += [orjson.loads(line) for line in segment.read_bytes().splitlines() if line.endswith(b"}")]
-        return [row for row in rows if "index" in row and "task_group_id" in row and "replica_id" in row]
+        with closing(JournalReader(self.run_dir / "journal")) as reader:
+            found = [row for row in reader.rows() if row.kind in (records.TRAJECTORY, records.FAILURE)]
+            return [record for row in found if (record := reader.load(row)) is not None]
 
     def trajectories(self) -> Counter[str]:
         """How many each replica has brought."""

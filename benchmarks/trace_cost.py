@@ -22,6 +22,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from services.common.pb import trajectory_pb2
 from services.common.serde import trajectory_from_proto, trajectory_to_proto
 from services.common.types import Segment, Sequence, StopReason, Trajectory
 from services.inference.timing import RolloutClock
+from services.orchestrator.journal.frames import header_bytes
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import TRAJECTORY
 from services.orchestrator.journal.rollouts import trajectory_to_json
 
 GROUP_SIZE = 8
@@ -178,11 +182,9 @@ def _cpu_s(pids: list[int]) -> float:
 
 
 def _bytes_per_sequence(run_dir: Path) -> float:
-    segments = list((run_dir / "journal").glob("trajectories*.jsonl")) or list(
-        (run_dir / "journal").rglob("*trajectories*")
-    )
-    lines = sum(segment.read_bytes().count(b"\n") for segment in segments)
-    return sum(segment.stat().st_size for segment in segments) / max(1, lines)
+    with closing(JournalReader(run_dir / "journal")) as reader:
+        lengths = [row.length + header_bytes(row.key) for row in reader.rows_of(TRAJECTORY)]
+    return sum(lengths) / max(1, len(lengths))
 
 
 def _write_recipe(folder: Path, port: int, timing: bool, tokens_per_s: float, seed: int) -> None:

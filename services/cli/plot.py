@@ -15,7 +15,6 @@ from services.cli import drawing
 from services.cli.fate.picture import draw_fates
 from services.cli.fate.reading import Fates, read_fates
 from services.cli.rows import Row, read_metrics
-from services.orchestrator.journal.index import INDEX_FILE
 
 Points = list[tuple[float, float]]
 
@@ -61,7 +60,7 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
 
 def _fates(run_dirs: Sequence[Path]) -> Fates | None:
     """Of one run alone that has a journal; several would need a picture each."""
-    if len(run_dirs) != 1 or not (run_dirs[0] / "journal" / INDEX_FILE).is_file():
+    if len(run_dirs) != 1 or not (run_dirs[0] / "journal").is_dir():
         return None
     return read_fates(run_dirs[0])
 

@@ -14,7 +14,6 @@ ids, and templates such as Qwen3's drop the thinking of earlier turns.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import ConfigError, DatasetError
+from services.common.special_text import SpecialText
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
@@ -60,7 +60,9 @@ class Chat:
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
-        self._special_text = self._find_special_text()
+        self._special = SpecialText(
+            tokenizer, self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, _DUMMY_USER], invite=False)
+        )
         self.end_of_turn_id = self._find_end_of_turn()
         self.stop_token_ids = self._find_stop_tokens()
         self.lists_tools = self._find_whether_tools_are_listed()
@@ -87,7 +89,11 @@ class Chat:
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:
-        """Ids of the messages and of the template's invitation to the assistant."""
+        """Ids of the messages and of the template's invitation to the assistant.
+
+        No text of a message or a schema becomes a control token (``special_text``); a tool's message writes no added
+        token at all. Raises ``InvalidRequestError`` for content that is neither text nor a list of text parts.
+        """
         key = orjson.dumps([list(messages), list(tools) if tools else None])
         return self._cached_prompt(key)
 
@@ -98,7 +104,7 @@ class Chat:
         already and is not repeated. Text of special tokens in a message stays text: what a program prints cannot end
         a turn or begin one.
         """
-        ids = self._cached_encode(self._continuation_text([self._without_special(m) for m in messages]))
+        ids = self._cached_encode(self._continuation_text([self._special.of_stranger(m) for m in messages]))
         return ids[1:] if last_sampled == self.end_of_turn_id and ids[:1] == (self.end_of_turn_id,) else ids
 
     def supervised(
@@ -129,7 +135,7 @@ class Chat:
 
     def as_text(self, text: str) -> str:
         """The text with a space inside whatever reads like a special token: nothing in it begins or ends a turn."""
-        return self._special_text.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", text)
+        return self._special.as_text(text)
 
     def with_thinking(self, thinking: bool | None) -> Chat:
         """The same chat with the template's thinking on or off (its ``enable_thinking``); None leaves its default.
@@ -160,12 +166,6 @@ class Chat:
     def _invitation(self) -> str:
         return self._render([_DUMMY_USER], invite=True)
 
-    def _without_special(self, message: Message) -> Message:
-        content = message.get("content")
-        if not isinstance(content, str) or not self._special_text.search(content):
-            return message
-        return {**message, "content": self.as_text(content)}
-
     # -- the template -------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], *, invite: bool, tools: Any = None) -> str:
@@ -176,7 +176,8 @@ class Chat:
 
     def _prompt_of_json(self, key: bytes) -> tuple[int, ...]:
         messages, tools = orjson.loads(key)
-        return self.encode(self._render(messages, invite=True, tools=tools))
+        shown = [self._special.of_prompt(message) for message in messages]
+        return self.encode(self._render(shown, invite=True, tools=self._special.of_tools(tools)))
 
     def _after_dummy_turn(self, messages: Sequence[Message], *, invite: bool) -> str:
         """What the template writes after the content of an assistant turn."""
@@ -242,13 +243,6 @@ class Chat:
         schema = {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": schema}]
         return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
-
-    def _find_special_text(self) -> re.Pattern[str]:
-        """Matches the text of every special or added token of more than one character."""
-        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
-        texts = {str(token) for token in added.values()} | {str(text) for text in self._tokenizer.all_special_tokens}
-        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
-        return re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
 
     def _special_ids(self) -> set[int]:
         added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})

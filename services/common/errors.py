@@ -26,9 +26,11 @@
     ├── SupersededError           SUPERSEDED: newer work replaced this
     ├── CapacityError             CAPACITY_EXHAUSTED: wait ``retry_after_s``, or choose another replica
     ├── CorruptDataError          DIGEST_MISMATCH: a checksum does not match, fetch again in full
+    │   └── BatchLostError            BATCH_LOST: a recorded batch is damaged in the journal, and asking again brings nothing
     ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
     ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; what that costs is a setting
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
+        └── GraderFailedError         GRADER_FAILED: a reward or judgement says nothing about the answer
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
 compares the two lists. ``services.common.rpc.status`` turns these into gRPC statuses and back, from one table.
@@ -169,6 +171,12 @@ class CorruptDataError(MillraceError):
     reason = "DIGEST_MISMATCH"
 
 
+class BatchLostError(CorruptDataError):
+    """The record of a batch, or every trajectory of it, cannot be used any more."""
+
+    reason = "BATCH_LOST"
+
+
 class DeadlineError(MillraceError):
     """A named wait ran out; the message says which wait, how long, and who was waited for."""
 
@@ -185,3 +193,9 @@ class InfrastructureError(MillraceError):
     """A peer, a process or the machine failed. Retryable; never turned into a reward."""
 
     reason = "INFRASTRUCTURE"
+
+
+class GraderFailedError(InfrastructureError):
+    """A reward or judgement ended without a word about the answer."""
+
+    reason = "GRADER_FAILED"

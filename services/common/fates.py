@@ -33,6 +33,16 @@ class ClosedReason(enum.StrEnum):
     EXPIRED = "expired"  # the last of it became too old in the buffer
     STEPS_DONE = "all training steps are done"  # it was cancelled: the last batch was put together without it
     RUN_ENDED = "the run has ended"  # it was cancelled
+    SET_ASIDE = "set aside"  # records of it cannot be used: nothing of it is trained any more, nor waited for
+
+
+class SetAsideReason(enum.StrEnum):
+    """Why a record of the journal is not used."""
+
+    DAMAGED = "damaged"  # its bytes are not what was written, or are gone
+    UNREADABLE = "unreadable"  # its bytes are whole, and do not say what a record of its kind says
+    REFUSED = "refused"  # it can be read, and cannot be applied or trained: a reward or a token id beyond all bounds
+    ORPHANED = "orphaned"  # the record of its task group is lost
 
 
 class StepFact(enum.StrEnum):

@@ -148,7 +148,9 @@ def _tests_from_proto(proto: pb.JudgeRequest) -> Tests:
             )
         case "assert_tests":
             tests = proto.assert_tests
-            return AssertTests(tests=tests.tests, entry_point=tests.entry_point, preamble=tests.preamble)
+            return AssertTests(
+                tests=tests.tests, entry_point=tests.entry_point, preamble=tests.preamble, names=tuple(tests.names)
+            )
     raise InvalidRequestError("a request without tests: set stdin_tests, call_tests or assert_tests")
 
 

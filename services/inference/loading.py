@@ -125,11 +125,12 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     kind = TorchEngine if script is None else ForcedEngine
     engine = kind(
         model,
-        num_slots=config.engine_slots or config.num_slots,
+        num_slots=1 if settings.recipe.run.deterministic else config.engine_slots or config.num_slots,
         context_length=context_length,
         kv_policy=KvPolicy(config.kv_policy),
         device=device,
         on_tokens=on_tokens,
+        alone=settings.recipe.run.deterministic,
     )
     served = ServedPolicy(
         name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script

@@ -13,6 +13,13 @@ finished siblings while the trainer has nothing to do. So they do not count whil
 UNFINISHED_SHARE of the quota: less than 1 + UNFINISHED_SHARE quotas are ever outstanding when a group is issued. They
 count again as soon as a batch is there, so experience grows no older for it where the trainer is what is slow. Where late
 tokens are not trained (``mask``, ``drop``) they always count: what is issued beyond the quota would lose its oldest tokens.
+
+Exactly (``Limits.exact``) a group is issued only if the batch would lack it though all that runs were kept:
+
+    no batch in training,  and  buffered + slots of groups that are not complete  <  batch
+
+Then the batch of a step is made of the first groups whose sequences fill it, by the order of their issue, however many of
+them are filtered and in whatever order they end, as long as a slot brings at most one sequence.
 Knows counts only: neither task groups nor replicas.
 """
 
@@ -40,6 +47,7 @@ class Limits:
     max_staleness: int
     num_steps: int
     counts_unfinished: bool = False  # always: accepted sequences that wait for a running sibling
+    exact: bool = False  # nothing is issued that the next batch may not need
 
 
 @dataclass(slots=True)
@@ -52,6 +60,7 @@ class Account:
     unfinished: int = 0  # of these, those that wait for a running sibling
     in_training: int = 0  # of these, those in a batch that the trainer holds
     running_slots: int = 0  # slots of issued training groups that are not resolved yet
+    group_slots: int = 0  # all slots of issued training groups that are not complete
     num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
     num_sequences: int = 0
 
@@ -94,6 +103,9 @@ class Account:
 
     def has_room(self, lag: int = 0) -> bool:
         """The rule of this module."""
+        if self.limits.exact:
+            started = self.buffered + self.group_slots < self.limits.batch_size
+            return started and not self.in_training and not lag and self.steps_left > 0
         return self.counted < self.quota_at(lag)
 
     @property
@@ -133,9 +145,16 @@ class Admission:
         return outrun and account.accepted - account.unfinished - num_sequences >= account.quota
 
     def issued(self, num_slots: int, policies: Iterable[str]) -> None:
-        """A training group of these policies was issued (or its slots are wanted again)."""
+        """A training group of these policies was issued."""
         for policy in policies:
             self.accounts[policy].running_slots += num_slots
+            self.accounts[policy].group_slots += num_slots
+
+    def ended(self, num_slots: int, policies: Iterable[str]) -> None:
+        """A training group of so many slots is complete, or was cancelled."""
+        for policy in policies:
+            self.accounts[policy].group_slots -= num_slots
+            assert self.accounts[policy].group_slots >= 0
 
     def given_up(self, num_slots: int, policies: Iterable[str]) -> None:
         """Slots failed or were cancelled: they bring nothing."""

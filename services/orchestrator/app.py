@@ -37,13 +37,14 @@ from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import waits
 from services.orchestrator.prometheus import METRICS
 from services.orchestrator.prompt_length import short_prompts
-from services.orchestrator.recovery import recover
+from services.orchestrator.recovery import recovered
 from services.orchestrator.requirements import requirement
 from services.orchestrator.ring import Ring
 from services.orchestrator.room import wait_for_room
 from services.orchestrator.servicer_pool import PoolServicer
 from services.orchestrator.servicer_run import RunServicer
 from services.orchestrator.servicer_training import TrainingServicer
+from services.orchestrator.survey import first_facts
 from services.orchestrator.vocabulary import vocab_sizes
 from services.orchestrator.watch import Watch
 
@@ -86,8 +87,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     for where, source in sources.items():
         log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
-    ring = _ring(settings.run_dir, recipe, journal, reader, sources)
-    recover(ring, reader)
+    ring = recovered(lambda: _ring(settings.run_dir, recipe, journal, reader, sources), reader)
     reader.close()
     server = _server(ring, recipe, settings, sources)
     await server.start()
@@ -161,12 +161,22 @@ async def _live_and_part(ring: Ring) -> None:
         await asyncio.sleep(0.1)
 
 
+def _begun(reader: JournalReader) -> dict[str, Any] | None:
+    """What the first record says; None in a new journal, and where it is lost."""
+    for row in reader.rows_of(records.RUN):
+        begun = reader.load(row)
+        if begun is not None and begun.keys() >= {"run_id", "mark", "started_at"}:
+            return begun
+    return None
+
+
 def _ring(
     run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader, sources: Mapping[str, TaskSource]
 ) -> Ring:
-    begun = next(iter(reader.find(records.RUN, [""]).values()), None)
+    begun = _begun(reader)
     if begun is None:
-        begun = {"run_id": recipe.run.id, "mark": secrets.token_hex(3), "started_at": time.time()}
+        mark, started_at = first_facts(reader)
+        begun = {"run_id": recipe.run.id, "mark": mark or secrets.token_hex(3), "started_at": started_at or time.time()}
         record = begun
         journal.submit(records.RUN, "", lambda: record)
     elif begun["run_id"] != recipe.run.id:

@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
 
 from services.common.aio import deadline
 from services.common.config.policy import BatchConfig
-from services.common.errors import CorruptDataError, InfrastructureError, InvalidRequestError
+from services.common.errors import BatchLostError, CorruptDataError, InfrastructureError, InvalidRequestError
 from services.common.fates import StepFact
-from services.common.types import RankBatch, Sequence, TrainingSequence
+from services.common.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.late import mask_sequence
 from services.orchestrator.buffer.split import rank_share
@@ -78,15 +78,18 @@ class Batches:
         open_reader: Callable[[], JournalReader],
         may_begin: Callable[[int], bool] = lambda step: True,
         cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
+        fault_of: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``cancel`` ends the open slots of groups whose results could only be dropped."""
+        """``cancel`` ends the open slots of groups whose results could only be dropped; ``fault_of`` says why the trainer
+        would refuse a sequence."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
         self._open_reader = open_reader
         self._may_begin = may_begin
+        self._fault_of = fault_of
         self._clock = clock
         self.late = LateGroups(policy, config, experience, cancel, clock)
         self._taken_at: tuple[int, float] | None = None  # the newest batch that this process put together: step, when
@@ -105,9 +108,18 @@ class Batches:
         """A batch that an earlier process recorded."""
         self._note(record)
 
+    def lose(self, training_step: int) -> None:
+        """The batch of a step was trained, and its record is lost."""
+        self.newest_step = max(self.newest_step, training_step)
+
+    def forget_statistics(self) -> None:
+        """Of batches whose version is published: their rows of metrics are written."""
+        self.statistics = {step: found for step, found in self.statistics.items() if step > self.newest_version}
+
     def published(self, version: int) -> None:
         """The version of a training step is durable."""
         self.newest_version = version
+        self.newest_step = max(self.newest_step, version)  # also where the batch's record is lost
         if self._taken_at is not None and self._taken_at[0] == version:
             self.late.step_s = self._clock() - self._taken_at[1]
 
@@ -125,7 +137,7 @@ class Batches:
         if training_step < 1:
             raise InvalidRequestError(f"training_step is {training_step}; the first is 1")
         if training_step <= self.newest_step:
-            return await self._replay(training_step)
+            return self._usable(await self._replay(training_step))
         if training_step > self.newest_step + 1:
             raise InvalidRequestError(
                 f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
@@ -144,7 +156,27 @@ class Batches:
         finally:
             self.num_waiting -= 1
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
-        return await asyncio.shield(asyncio.ensure_future(self._assemble(training_step)))
+        return self._usable(await asyncio.shield(asyncio.ensure_future(self._assemble(training_step))))
+
+    def _usable(self, batch: Batch) -> Batch:
+        """The batch without sequences that the trainer would refuse, and be started again to refuse.
+
+        Raises:
+            BatchLostError: nothing is left.
+        """
+        faults = {name: fault for name, found in batch.sequences.items() if (fault := self._fault_of(found))}
+        if not faults:
+            return batch
+        name, fault = next(iter(faults.items()))
+        log.error(
+            "batch.unusable", policy=self.policy, step=batch.record.training_step, sequences=len(faults), first=name,
+            fault=fault, effect="it is trained without them", see="millrace journal RUN list",
+        )  # fmt: skip
+        left = {name: found for name, found in batch.sequences.items() if name not in faults}
+        batch = Batch(record=_reduced(batch.record, left), sequences=left, replayed=batch.replayed)
+        self._experience.note_lost(len(faults))
+        self._remember(batch)
+        return batch
 
     def _can_serve(self, training_step: int) -> bool:
         if self._closed:
@@ -188,14 +220,20 @@ class Batches:
     async def _replay(self, training_step: int) -> Batch:
         batch = self._recent.get(training_step)
         if batch is None:
-            batch = await asyncio.to_thread(self._read, training_step)
+            batch, lost = await asyncio.to_thread(self._read, training_step)
+            if lost:
+                self._experience.note_lost(len(lost))
+                log.error(
+                    "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
+                    effect="it is trained without them",
+                )  # fmt: skip
             self._remember(batch)
         return batch
 
-    def _read(self, training_step: int) -> Batch:
+    def _read(self, training_step: int) -> tuple[Batch, list[str]]:
         reader = self._open_reader()
         try:
-            return read_batch(reader, self.policy, training_step)
+            return read_what_is_left(reader, self.policy, training_step)
         finally:
             reader.close()
 
@@ -221,6 +259,40 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
             f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}"
         )
     return Batch(record=record, sequences=sequences, replayed=True)
+
+
+def read_what_is_left(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch, list[str]]:
+    """A recorded batch without what of it is lost, and the ids of those sequences.
+
+    Raises:
+        BatchLostError: nothing of it can be used.
+    """
+    record, sequences = _read(reader, policy, training_step)
+    lost = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
+    if lost:
+        record = _reduced(record, sequences)
+    return Batch(record=record, sequences=sequences, replayed=True), lost
+
+
+def _reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchRecord:
+    """The batch of these of its sequences alone; raises ``BatchLostError`` when there are none."""
+    left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
+    if not left:
+        raise BatchLostError(
+            f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
+            "`millrace journal RUN repair` lets the run put together another one, if its version is not published"
+        )
+    return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
+
+
+def _totals(
+    entries: Iterable[BatchEntry], sequences: Mapping[str, Sequence], num_minibatches: int
+) -> tuple[MinibatchTotals, ...]:
+    counts = [[0, 0] for _ in range(num_minibatches)]
+    for entry in entries:
+        counts[entry.minibatch][0] += 1
+        counts[entry.minibatch][1] += sequences[entry.sequence_id].num_trained_tokens
+    return tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in counts)
 
 
 def read_fresh_groups(
@@ -259,7 +331,7 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
     key = records.batch_key(policy, training_step)
     found = reader.find(records.BATCH, [key]).get(key)
     if found is None:
-        raise CorruptDataError(f"the batch of step {training_step} of {policy} is not in the journal")
+        raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
     record = records.batch_from_json(found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]

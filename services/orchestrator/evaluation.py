@@ -284,6 +284,10 @@ class Evaluations:
         """(name, resolved, all) of the unfinished passes."""
         return [(p.name, p.num_resolved, p.num_trajectories) for p in self._passes.values()]
 
+    def is_running(self, name: str) -> bool:
+        """Whether a pass of this name is queued or played."""
+        return name in self._passes
+
     def known(self, evaluation_id: str) -> bool:
         return any(name in self._passes or name in self.results for name in self.names_of(evaluation_id))
 

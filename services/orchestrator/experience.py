@@ -11,7 +11,7 @@ one held. Knows nothing about replicas, grpc, or how records became durable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,9 +100,11 @@ class Experience:
         rules: RewardRules | None = None,
         seed: int = 0,
         on_judged: Callable[[str, list[Verdict]], None] = lambda group_id, verdicts: None,
+        deterministic: bool = False,
     ) -> None:
         """``on_closed`` is told (task group, reason) when nothing more will come of a training group, ``on_judged`` what
-        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run."""
+        became of its advantage groups when it is complete, ahead of that. ``seed``: of the run. ``deterministic``: what is in
+        a batch, and in which order, does not depend on when rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
@@ -110,7 +112,7 @@ class Experience:
         self._on_closed = on_closed
         self._on_judged = on_judged
         self.buffers = {
-            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), batch.order)
+            name: ExperienceBuffer(batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order)
             for name, batch in policies.items()
         }
         self.admission = Admission(
@@ -120,6 +122,7 @@ class Experience:
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
                     counts_unfinished=batch.late in ("mask", "drop"),
+                    exact=deterministic,
                 )
                 for name, batch in policies.items()
             },
@@ -173,6 +176,7 @@ class Experience:
         """Nothing more is wanted of a training group that is still running."""
         self.unfinished.remove(group)
         self.admission.given_up(len(group.unresolved), self.policies_of(group))
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
             self.admission.returned(policy, count)
@@ -200,6 +204,7 @@ class Experience:
 
     def _completed(self, group: TaskGroup) -> list[Verdict]:
         self.unfinished.remove(group)
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
         for policy, count in self._sequences_per_policy(group.trajectories).items():
             self.admission.finished(policy, count)
         verdicts = [
@@ -360,6 +365,18 @@ class Experience:
         self.admission.accounts[policy].accepted += missing
         self._given_to_trainer(policy, record.training_step, len(fresh))
         self.batch_recorded(groups)
+
+    def note_lost(self, num_sequences: int) -> None:
+        """Sequences of a recorded batch cannot be read any more: it is served without them."""
+        self._counters["sequences_lost"] += num_sequences
+
+    def lose_batch(self, policy: str, named: Collection[str]) -> None:
+        """The record of a batch is lost. What waits now, and is not ``named`` by a later one, may have been in it: it is
+        trained by no other, lest it be trained twice."""
+        self._since_batch[policy] = StepStatistics()
+        for group in self.buffers[policy].take_unnamed(named):
+            self._drop(group, "sequences_set_aside")
+            self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:
         """A version was published: its batch is trained, and what is now too old leaves."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from services.common.config.data import TRAIN
 from services.orchestrator.datasets import TaskSource
+from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.progress import waits
 from services.orchestrator.prompt_length import ShortPrompts
 from services.orchestrator.ring import Ring
@@ -31,6 +32,8 @@ def gauges(ring: Ring, sources: Mapping[str, TaskSource], counted_before: Mappin
         "journal_records": float(ring.journal.num_records),
         "journal_commits": float(ring.journal.num_commits),
         "journal_blocked": float(bool(ring.journal.blocked)),
+        **{f"set_aside/{kind}/{why.value}": float(count) for (kind, why), count in ring.aside.counts().items()},
+        **_disk(ring.disk),
         "overlap_share": ring.timeline.overlap_share,
         **{f"stall/{stall.cause.value}/{stall.component}": now - stall.since for stall in ring.standing.stalls},
         **_policies(ring),
@@ -38,6 +41,13 @@ def gauges(ring: Ring, sources: Mapping[str, TaskSource], counted_before: Mappin
         **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in ring.counters.items()},
         **{f"evaluation/{r.name}": r.mean_reward for r in ring.evaluations.results.values()},
     }
+
+
+def _disk(disk: DiskOutlook | None) -> dict[str, float]:
+    if disk is None:
+        return {}
+    known = {"disk_free_bytes": float(disk.free_bytes), "run_bytes": float(disk.run_bytes)}
+    return known if disk.full_in_s is None else {**known, "disk_full_in_s": disk.full_in_s}
 
 
 def _too_long(source: TaskSource) -> int:
@@ -57,6 +67,7 @@ def _policies(ring: Ring) -> dict[str, float]:
             f"quota/{policy}": float(account.quota),
             f"staleness_max/{policy}": float(batches.staleness_max),
             f"waiting_ranks/{policy}": float(batches.num_waiting),
+            f"masked_share/{policy}": ring.masked.share(policy),
         }
         metrics = ring.last_metrics[policy].items()
         found |= {f"step/{policy}/{name}": float(value) for name, value in metrics if math.isfinite(value)}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common import fates
+from services.common import fates, masked
 from services.common.refusals import Refusal, RefusalReason
 from services.common.repeats import Repeats
 from services.common.types import RolloutFailure, Trajectory
@@ -33,7 +33,7 @@ from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
-INVALID_RECORD = "INVALID_RECORD"
+INVALID_RECORD = masked.INVALID_RECORD
 OF_A_REPLICA = "REPLICA_"  # before a reason that only the orchestrator gives, where a replica gives it
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -133,7 +133,7 @@ class Ingest:
         named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
         if not is_member:
             return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
-        if group is not None and sender not in group.owners:
+        if group is not None and not group.was_given_to(sender):
             return Refusal(
                 reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}"
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.accounts import AccountState
+from services.common.fates import SetAsideReason
+from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
@@ -63,6 +65,8 @@ class Progress:
     started_at: float = 0.0
     stalls: tuple[StallProgress, ...] = ()
     accounts: tuple[AccountState, ...] = ()
+    disk: DiskOutlook | None = None
+    set_aside: Mapping[tuple[str, SetAsideReason], int] = field(default_factory=dict)  # records by kind and reason
 
 
 def progress(ring: Ring) -> Progress:
@@ -78,6 +82,8 @@ def progress(ring: Ring) -> Progress:
         started_at=ring.started_at,
         stalls=tuple(_stall(ring, stall) for stall in ring.standing.stalls),
         accounts=ring.standing.book.totals(),
+        disk=ring.disk,
+        set_aside=ring.aside.counts(),
     )
 
 
@@ -94,6 +100,8 @@ def waits(ring: Ring) -> list[str]:
         trainer = ring.trainers.get(policy)
         if trainer is None and not ring.control.ended and ledger.newest_number < ring.num_steps:
             found.append(f"run waits: no trainer of {policy} has joined")
+        elif ledger.lacks_newest:
+            found.append(f"run waits for the trainer of {policy} to offer version {ledger.newest_number} again")
         elif ledger.newest is None:
             found.append(f"run waits for the first version of {policy}")
         if ring.batches[policy].num_waiting and (num_due := ring.batches[policy].late.num_waited_for):

@@ -34,6 +34,7 @@ from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.experience import Experience
 from services.orchestrator.fanout import FanOut
+from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.giving_up import GivingUp
 from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import Ingest
@@ -41,9 +42,11 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import EvaluationResult, Verdict
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.masked import MaskedSamples
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool
+from services.orchestrator.quarantine import Quarantine
 from services.orchestrator.refusals import Refusals
 from services.orchestrator.rewards import RewardRules
 from services.orchestrator.run_control import RunControl
@@ -90,18 +93,22 @@ class Ring:
         self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.giving_up.orphaned(names))
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
         batch_configs = {name: policy.batch for name, policy in recipe.trained_policies.items()}
+        self.disk: DiskOutlook | None = None  # None until it was looked at
+        self.aside = Quarantine()  # records of the journal that are not used
         self.judged_before: set[str] = set()  # task groups whose verdicts an earlier process journaled
         self.rewards = RewardRules.of(recipe)
         self.experience = Experience(
             batch_configs,
             self.num_steps,
             self.counters,
-            self._closed,
+            self.close_group,
             recipe.rollout.admit,
             self.rewards,
             recipe.run.seed,
             self._judged,
+            recipe.run.deterministic,
         )
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.batches = {
             name: Batches(
                 name,
@@ -111,6 +118,7 @@ class Ring:
                 lambda: JournalReader(journal.directory),
                 self._may_begin,
                 lambda groups: self.giving_up.cancel_too_old(groups),
+                self.bounds.fault_of_trained,
                 clock,
             )
             for name, config in batch_configs.items()
@@ -154,7 +162,6 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
             self.groups,
             self.names.was_issued,
@@ -167,6 +174,7 @@ class Ring:
             is_member=lambda sender: self.pool.has_met(*sender),
         )
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
+        self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share, recipe.rollout.masked_window)
         self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -183,6 +191,8 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
+        if group.is_training:
+            self.masked.resolved(self.experience.policies_of(group), outcome)
         if group.is_training and group.complete:
             self.observe(group)  # ahead of what closes the task group: a recovery does not parse closed ones
         self.apply_resolved(group, outcome)
@@ -218,7 +228,8 @@ class Ring:
                 records.VERDICT, task_group_id, lambda: records.verdicts_to_json(task_group_id, verdicts)
             )
 
-    def _closed(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+    def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
+        """Journal that nothing more comes of a task group."""
         record = {"task_group_id": task_group_id, "reason": reason.value}
         self.journal.submit(records.CLOSED, task_group_id, lambda: record)
 
@@ -240,7 +251,7 @@ class Ring:
             self.experience.cancelled(group)
             self.counters["task_groups_cancelled"] += 1
             self.dispatcher.cancel(group.id, reason)
-            self._closed(group.id, reason)
+            self.close_group(group.id, reason)
 
     # --- versions ----------------------------------------------------------------------------------------------------
 
@@ -248,11 +259,22 @@ class Ring:
         """What a durable version means; also used when recovering."""
         policy = version.policy
         if self.ledgers[policy].record(version) and policy in self.batches:
-            self.experience.advanced(policy, version.number)
-            self.batches[policy].published(version.number)
+            self._advanced(policy, version.number)
             self.last_metrics[policy] = dict(metrics)
-            if policy == next(iter(self.batches)):  # a step of the run, whatever the other policies do
-                self.training_orders.curation.advanced()
+
+    def lose_version(self, policy: str, number: int) -> None:
+        """A version was published and its record is lost: experience is as old as it is, and its trainer offers it again."""
+        self.ledgers[policy].lose(number)
+        if policy in self.batches:
+            self._advanced(policy, number)
+
+    def _advanced(self, policy: str, number: int) -> None:
+        if number <= self.batches[policy].newest_version:  # a lost one that was offered again
+            return
+        self.experience.advanced(policy, number)
+        self.batches[policy].published(number)
+        if policy == next(iter(self.batches)):  # a step of the run, whatever the other policies do
+            self.training_orders.curation.advanced()
 
     @property
     def trained_ledgers(self) -> dict[str, VersionLedger]:

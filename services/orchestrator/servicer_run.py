@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequestError
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.redaction import without_passwords
 from services.common.serde_accounts import account_to_proto
+from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
 from services.orchestrator.ring import Ring
@@ -95,6 +96,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)
 
 
+def disk_to_proto(disk: DiskOutlook) -> run_pb2.DiskOutlook:
+    return run_pb2.DiskOutlook(
+        free_bytes=disk.free_bytes, run_bytes=disk.run_bytes, bytes_per_s=disk.bytes_per_s, full_in_s=disk.full_in_s
+    )
+
+
 def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
     return run_pb2.RunProgress(
         at=serde.timestamp_to_proto(now.at),
@@ -143,6 +150,11 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
             for stall in now.stalls
         ],
         accounts=[account_to_proto(account) for account in now.accounts],
+        disk=None if now.disk is None else disk_to_proto(now.disk),
+        set_aside=[
+            run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
+            for (kind, reason), count in sorted(now.set_aside.items())
+        ],
     )
 
 

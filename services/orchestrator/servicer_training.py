@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -47,17 +47,18 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             max(bounds.check_number("num_ranks", request.num_ranks, 0, bounds.MOST_RANKS), 1),
             bounds.check_number("recovered_version", request.recovered_version, -1),
             bounds.texts(request.labels),
+            self._kept_steps(request.policy, request.kept_checkpoint_steps),
             bounds.check_number("vocab_size", request.vocab_size, 0, bounds.MOST_ROWS),
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
-        newest = ring.ledgers[request.policy].newest
+        ledger = ring.ledgers[request.policy]
         try:
             yield training_pb2.JoinTrainingResponse(
                 welcome=training_pb2.TrainingWelcome(
                     run_id=ring.run_id,
-                    newest_version=-1 if newest is None else newest.number,
-                    newest_digest="" if newest is None else newest.digest,
+                    newest_version=ledger.newest_number,
+                    newest_digest="" if ledger.newest is None else ledger.newest.digest,
                     num_steps=ring.num_steps,
                     lease=serde.duration_to_proto(ring.trainers.lease_s),
                 )
@@ -83,6 +84,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             state=request.state[: bounds.MOST_NAME],
             checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
             gauges=bounds.gauges(request.gauges),
+            kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
             peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
         )
@@ -96,6 +98,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         """
         newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
         return bounds.check_number(f"checkpoint_step of {policy}", step, 0, max(newest, 0))
+
+    def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
+        """Of the kept checkpoints those that can be; none of them keeps every record."""
+        newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
+        fitting = tuple(step for step in steps if 0 <= step <= newest)
+        return fitting if len(fitting) <= bounds.MOST_VALUES else ()
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -141,6 +149,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             metrics=bounds.metrics(request.metrics),
             compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
+            kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

@@ -31,6 +31,7 @@ class TrainerSide:
         num_ranks: int,
         recovered_version: int,
         labels: Mapping[str, str],
+        kept_checkpoint_steps: Iterable[int] = (),
         vocab_size: int = 0,
     ) -> Trainer:
         """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 where it does
@@ -38,7 +39,8 @@ class TrainerSide:
         ring = self._ring
         newest = ring.ledgers[ring.trainers.known(policy)].newest_number
         # What is recorded up to a checkpoint may be collected: one ahead of the ledger is of another history.
-        trainer = ring.trainers.join(policy, incarnation, num_ranks, min(recovered_version, newest), labels)
+        recovered = min(recovered_version, newest)
+        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)
@@ -72,6 +74,7 @@ class TrainerSide:
         metrics: Mapping[str, float],
         compute: Iterable[Interval],
         checkpoint_step: int,
+        kept_checkpoint_steps: Iterable[int] = (),
     ) -> int:
         """Record a version in the ledger and tell the replicas; returns the newest number.
 
@@ -85,6 +88,7 @@ class TrainerSide:
             trainer = ring.trainers.check(policy, incarnation)
             if trainer is not None:
                 trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
+                trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
             intervals = list(compute)
             ring.timeline.computed(policy, intervals)
             is_new = ledger.check(version)

@@ -6,7 +6,7 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.common.accounts import AccountState, PeerState
@@ -27,11 +27,17 @@ class Trainer:
     state: str = "joined"
     training_step: int = 0
     checkpoint_step: int = 0
+    kept_checkpoint_steps: tuple[int, ...] = ()  # durable checkpoints that it can start from, ascending
     gauges: Mapping[str, float] = field(default_factory=dict)
     num_reports: int = 0
     rank_reports: dict[int, int] = field(default_factory=dict)  # of ranks other than the first: reports by rank
     accounts: dict[int, tuple[AccountState, ...]] = field(default_factory=dict)  # by rank
     peers: tuple[PeerState, ...] = ()  # what it depends on, as it sees it
+
+    @property
+    def oldest_checkpoint_step(self) -> int:
+        """Batches after this step may be trained again; 0 while there is no checkpoint, so all of them."""
+        return min(self.kept_checkpoint_steps, default=0)
 
 
 class TrainerLeases:
@@ -54,7 +60,13 @@ class TrainerLeases:
         return self._trainers[self.known(policy)]
 
     def join(
-        self, policy: str, incarnation: str, num_ranks: int, recovered_version: int, labels: Mapping[str, str]
+        self,
+        policy: str,
+        incarnation: str,
+        num_ranks: int,
+        recovered_version: int,
+        labels: Mapping[str, str],
+        kept_checkpoint_steps: Iterable[int] = (),
     ) -> Trainer:
         """A stream of a trainer begins; a new incarnation ends the lease of the older one."""
         trainer = self.get(policy)
@@ -74,6 +86,7 @@ class TrainerLeases:
                 checkpoint_step=max(recovered_version, 0),
             )
             self._trainers[policy] = trainer
+        trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
         trainer.mailbox = Mailbox()
         trainer.lease_until = self._clock() + self.lease_s
         return trainer
@@ -98,6 +111,7 @@ class TrainerLeases:
         state: str,
         checkpoint_step: int,
         gauges: Mapping[str, float],
+        kept_checkpoint_steps: Iterable[int] = (),
         accounts: tuple[AccountState, ...] = (),
         peers: tuple[PeerState, ...] = (),
     ) -> Trainer:
@@ -107,6 +121,7 @@ class TrainerLeases:
             raise LeaseLostError(f"the trainer of {policy} holds no lease: join again", policy=policy)
         trainer.training_step, trainer.state, trainer.gauges = training_step, state, gauges
         trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
+        trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
         trainer.num_reports += 1
         trainer.accounts[0], trainer.peers = accounts, peers
         trainer.lease_until = self._clock() + self.lease_s

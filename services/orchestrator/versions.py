@@ -1,6 +1,7 @@
 """The version ledger of one policy: which weight versions exist, with which digest, and where they can be fetched.
 
-Invariant: a version number has one digest for ever. Knows nothing about tensors or transports.
+Invariant: a version number has one digest for ever. A version whose record was lost still counts: its number is taken,
+and its digest is unknown until the trainer offers it again. Knows nothing about tensors or transports.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ class VersionLedger:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self._versions: dict[int, WeightVersion] = {}
+        self._newest_number = -1
 
     @property
     def newest(self) -> WeightVersion | None:
-        return self._versions[max(self._versions)] if self._versions else None
+        """None when nothing is published, and while the record of the newest version is lost."""
+        return self._versions.get(self._newest_number)
 
     @property
     def newest_number(self) -> int:
         """-1 when nothing is published."""
-        return max(self._versions, default=-1)
+        return self._newest_number
+
+    @property
+    def lacks_newest(self) -> bool:
+        """The newest version exists, but its record is lost: its trainer has to offer it again."""
+        return self._newest_number >= 0 and self._newest_number not in self._versions
 
     def get(self, number: int) -> WeightVersion | None:
         return self._versions.get(number)
@@ -47,9 +55,9 @@ class VersionLedger:
                     version=str(version.number),
                 )
             return False
-        if version.number != self.newest_number + 1:
+        if not 0 <= version.number <= self._newest_number + 1:
             raise InvalidRequestError(
-                f"version {version.number} of {self.policy} cannot follow version {self.newest_number}",
+                f"version {version.number} of {self.policy} cannot follow version {self._newest_number}",
                 policy=self.policy,
             )
         return True
@@ -59,4 +67,9 @@ class VersionLedger:
         new = self.check(version)
         if new or version.sources:
             self._versions[version.number] = version
+            self._newest_number = max(self._newest_number, version.number)
         return new
+
+    def lose(self, number: int) -> None:
+        """Versions up to this number exist, also those of which there is no record."""
+        self._newest_number = max(self._newest_number, number)

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from services.orchestrator.journal.retention import collect
+from services.orchestrator import forecast
+from services.orchestrator.forecast import DiskForecast
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.progress import waits
 from services.orchestrator.ring import Ring
 from services.orchestrator.stall_watch import StallWatch
@@ -40,6 +42,7 @@ class Watch:
         self._paused_without: frozenset[str] = frozenset()  # peers that were silent then
         self._ticked_at: float | None = None
         self._stalls = StallWatch(ring)
+        self._forecast = DiskForecast(ring.recipe.orchestrator.min_free_bytes)
 
     async def run(self) -> None:
         while True:
@@ -57,9 +60,12 @@ class Watch:
             ring.trainer_lost(trainer.policy)
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(ring.journal.free_bytes))
-            self._pause_when_all_fails()
+            self._pause_for_failures()
             self._give_up_overdue()
             self._abandon_evaluations()
+        if self._is_due("forecast", forecast.SAMPLE_S):
+            used = await asyncio.to_thread(forecast.bytes_below, ring.run_dir)
+            ring.disk = self._forecast.note(ring.clock(), ring.journal.free_bytes(), used)
         if self._is_due("stalls", STALLS_S):
             self._stalls.look()
         if self._is_due("throughput", THROUGHPUT_S):
@@ -99,8 +105,9 @@ class Watch:
             reason = f"free disk is below orchestrator.min_free_bytes ({least})"
         ring.dispatcher.hold("disk", reason)
 
-    def _pause_when_all_fails(self) -> None:
-        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first.
+    def _pause_for_failures(self) -> None:
+        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first. So would
+        machinery that fails where a policy wants it to.
 
         Where it was a peer that replicas could not reach, as a gateway whose machine is started again, nobody has to say
         that it is mended: the run goes on when they hear of it.
@@ -113,19 +120,19 @@ class Watch:
                 ring.resume()
             if not ring.control.paused:  # somebody resumed
                 ingest.failures_in_a_row = 0
+                ring.masked.forget()
                 self._paused_for_failures = False
                 ring.dispatcher.hold("failures", "")
             return
         limit = max(LEAST_FAILURES, FAILED_GROUPS * ring.recipe.rollout.group_size)
-        if ingest.failures_in_a_row < limit or ring.control.paused or ring.control.ended:
+        all_fail = ingest.failures_in_a_row >= limit
+        why = f"the last {ingest.failures_in_a_row} rollouts all failed" if all_fail else ring.masked.too_many()
+        if not why or ring.control.paused or ring.control.ended:
             return
         self._paused_for_failures = True
         self._paused_without = self._peers(silent=True)
         ring.counters["pauses_for_failures"] += 1
-        reason = (
-            f"the last {ingest.failures_in_a_row} rollouts all failed, the newest with {ingest.last_failure}; "
-            "mend it, then `millrace resume`"
-        )
+        reason = f"{why}, the newest with {ingest.last_failure}; mend it, then `millrace resume`"
         if self._paused_without:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._paused_without))} again)"
         log.error("run.paused", reason=reason)
@@ -192,13 +199,14 @@ class Watch:
     async def _collect(self) -> None:
         """Where the recipe asks for it, delete trajectories that no replay can need."""
         ring = self._ring
-        if ring.recipe.orchestrator.retention != "checkpoint":
+        if ring.recipe.orchestrator.retention != "needed":
             return
-        steps = {trainer.policy: trainer.checkpoint_step for trainer in ring.trainers}
+        steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in ring.trainers}
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
-        removed = await asyncio.to_thread(collect, ring.journal, steps, live)
-        self._collected_step = steps
-        if removed:
-            log.info("journal.collected", segments=removed)
+        found = await asyncio.to_thread(collect, ring.journal, steps, live)
+        if len(found.rewritten) < MOST_REWRITTEN:  # else there may be more
+            self._collected_step = steps
+        if found.removed or found.rewritten:
+            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)

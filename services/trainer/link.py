@@ -66,8 +66,9 @@ class GrpcLink:
     def set_gauge(self, name: str, value: float) -> None:
         self._client.report.gauges = {**self._client.report.gauges, name: value}  # read by the other thread
 
-    def set_checkpoint_step(self, step: int) -> None:
-        self._client.report.checkpoint_step = step
+    def set_checkpoint_steps(self, kept: Sequence[int]) -> None:
+        self._client.report.kept_checkpoint_steps = tuple(kept)
+        self._client.report.checkpoint_step = max(kept, default=0)
 
     def take_checkpoint_command(self) -> bool:
         asked, self._client.commands.checkpoint = self._client.commands.checkpoint, False

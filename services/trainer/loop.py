@@ -5,9 +5,10 @@
 Invariant: nothing is computed before every rank holds its share of the same batch, and the words of the orchestrator
 are heeded between training steps only, by all ranks alike. Waiting ranks wait in a bounded collective for the first.
 
-Recovery: from the newest checkpoint, the recorded batches up to the ledger's newest version are trained again without
+Recovery: from the newest checkpoint that is whole, the recorded batches up to the ledger's newest version are trained again without
 publishing; then that version is offered once more (bit-equal arithmetic gives the same digest, and its new address is
-taken) and the run goes on. The loop knows nothing about gRPC: it is given a ``Link``.
+taken) and the run goes on. A recorded batch that is damaged in the journal is passed over: the weights then differ from
+the ledger's newest version, as after arithmetic that is not bit-equal. The loop knows nothing about gRPC: it is given a ``Link``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.common.errors import ModelMismatchError, VersionConflictError
+from services.common.errors import BatchLostError, MillraceError, ModelMismatchError, VersionConflictError
 from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
 from services.trainer.sharding import Ranks
@@ -30,6 +31,15 @@ log = structlog.get_logger()
 
 PAUSE_POLL_S = 0.2
 _GO, _PAUSE, _STOP = 0, 1, 2
+_REPLAYING = "replaying"
+
+
+class _Lost:
+    """In place of a recorded batch that the journal cannot give any more."""
+
+
+class CannotReplayError(MillraceError):
+    """Newer checkpoints are damaged, and the recorded batches since the newest whole one are not all there."""
 
 
 class Link(Protocol):
@@ -47,7 +57,7 @@ class Link(Protocol):
 
     def set_gauge(self, name: str, value: float) -> None: ...
 
-    def set_checkpoint_step(self, step: int) -> None: ...
+    def set_checkpoint_steps(self, kept: Sequence[int]) -> None: ...
 
     def take_checkpoint_command(self) -> bool: ...
 
@@ -99,6 +109,7 @@ class TrainingLoop:
         self._checkpoint_due = False
         self._waited_s = 0.0
         self.failed_checkpoints = 0
+        self.steps_not_replayed = 0
 
     def recover(self, checkpoint_step: int, newest_version: int) -> int:
         """Replay up to the ledger's newest version and offer it again; returns the last training step done.
@@ -107,6 +118,7 @@ class TrainingLoop:
 
         Raises:
             ModelMismatchError: the checkpoint is ahead of the ledger, so it is of another history.
+            CannotReplayError: newer checkpoints were damaged, and the journal lacks a batch that they had trained.
         """
         # One ahead: told to leave between the updates of a step and its publication.
         if checkpoint_step > newest_version + 1:
@@ -115,11 +127,20 @@ class TrainingLoop:
                 f"{newest_version}: it belongs to another history; remove it, or bring its journal back"
             )
         self._saved = checkpoint_step
-        self._link.set_checkpoint_step(checkpoint_step)
+        self._link.set_checkpoint_steps(self._checkpoints.kept())
+        self._link.set_gauge("damaged_checkpoints", len(self._checkpoints.set_aside()))
         for training_step in range(checkpoint_step + 1, newest_version + 1):
-            batch = self._next_batch(training_step, "replaying")
+            batch = self._next_batch(training_step, _REPLAYING)
             if batch is None:
                 return training_step - 1  # stopped while replaying
+            if isinstance(batch, _Lost):
+                if set_aside := self._checkpoints.set_aside(checkpoint_step):
+                    raise _cannot_replay(checkpoint_step, training_step, newest_version, set_aside)
+                # The weights differ from the ledger's newest from here on: replicas keep that one until the next.
+                self.steps_not_replayed += 1
+                self._link.set_gauge("steps_not_replayed", self.steps_not_replayed)
+                log.error("step.not_replayed", step=training_step, newest_version=newest_version)
+                continue
             self._step.run(batch)
             log.info("step.replayed", step=training_step, newest_version=newest_version)
         done = max(checkpoint_step, newest_version, 0)
@@ -131,7 +152,7 @@ class TrainingLoop:
         """Train until the last step, or until told to leave; returns the last training step done."""
         while done < self._num_steps:
             batch = self._next_batch(done + 1, "waiting_for_batch")
-            if batch is None:
+            if not isinstance(batch, RankBatch):
                 break
             done += 1
             self._train(batch)
@@ -187,8 +208,9 @@ class TrainingLoop:
             # that version under another digest, so it sends them the next one in full.
             log.warning("version.differs_after_replay", version=version, error=error.message)
 
-    def _next_batch(self, training_step: int, state: str) -> RankBatch | None:
-        """The step's batch, once every rank holds its share; None when told to leave.
+    def _next_batch(self, training_step: int, state: str) -> RankBatch | _Lost | None:
+        """The step's batch, once every rank holds its share; None when told to leave. While replaying, ``_Lost`` where the
+        journal cannot give it any more.
 
         The first rank, which hears the commands, waits for the batch; the others ask when it is there and recorded,
         so that they wait for no batch which a pause or a stop has made meaningless.
@@ -203,8 +225,11 @@ class TrainingLoop:
                 continue
             self._link.set_state(state, training_step)
             began = time.monotonic()
-            batch = self._link.pull(training_step) if self._ranks.is_first else None
-            if self._num_holding(batch) == 1:
+            batch = self._pull_first(training_step, state) if self._ranks.is_first else None
+            holding = self._num_holding(batch)
+            if holding < 0:
+                return _Lost()
+            if holding == 1:
                 if not self._ranks.is_first:
                     batch = self._link.pull(training_step)
                 if self._num_holding(batch) == self._ranks.world_size:
@@ -212,8 +237,20 @@ class TrainingLoop:
                     return batch
             self._count_wait(time.monotonic() - began)
 
-    def _num_holding(self, batch: RankBatch | None) -> int:
-        return int(self._ranks.sum(torch.tensor(int(batch is not None), device=self._ranks.device)))
+    def _pull_first(self, training_step: int, state: str) -> RankBatch | _Lost | None:
+        """The first rank's share; a batch that is lost may be passed over only while its version exists already."""
+        try:
+            return self._link.pull(training_step)
+        except BatchLostError as error:
+            if state != _REPLAYING:
+                raise
+            log.warning("batch.lost", step=training_step, error=error.message)
+            return _Lost()
+
+    def _num_holding(self, batch: RankBatch | _Lost | None) -> int:
+        """Ranks that hold the batch; below 0 when it is lost."""
+        held = -1 if isinstance(batch, _Lost) else int(batch is not None)
+        return int(self._ranks.sum(torch.tensor(held, device=self._ranks.device)))
 
     def _agreed_word(self) -> int:
         word = _STOP if self._link.stopped else _PAUSE if self._link.paused else _GO
@@ -239,4 +276,16 @@ class TrainingLoop:
             return
         self._checkpoint_due = False
         self._saved = done
-        self._link.set_checkpoint_step(done)
+        self._link.set_checkpoint_steps(self._checkpoints.kept())
+
+
+def _cannot_replay(begun: int, training_step: int, newest_version: int, set_aside: Sequence[str]) -> CannotReplayError:
+    begin = f"the checkpoint of step {begun}" if begun else "the initial model"
+    return CannotReplayError(
+        f"the run is at step {newest_version}; its newer checkpoints are damaged and were set aside "
+        f"({'; '.join(set_aside)}), and going on from {begin} needs the batch of step {training_step}, which the journal "
+        "does not have any more. Put an undamaged copy of one back under its name and resume. Or begin another run from "
+        "what is whole: `millrace checkpoints RUN` says of each whether its weights are, `millrace export RUN --step K` "
+        f"exports them. Or remove the directories that were set aside and resume: the run then goes on from {begin} without "
+        "the steps whose batches are gone"
+    )

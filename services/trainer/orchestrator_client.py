@@ -56,6 +56,7 @@ class TrainerReport:
     training_step: int = 0
     state: str = "starting"
     checkpoint_step: int = 0
+    kept_checkpoint_steps: tuple[int, ...] = ()
     gauges: dict[str, float] = field(default_factory=dict)
     accounts: Callable[[], Sequence[AccountState]] = tuple
     peers: Callable[[], Sequence[PeerState]] = tuple
@@ -69,6 +70,11 @@ class Commands:
     checkpoint: bool = False
     stop: bool = False  # the orchestrator's word: the run is over
     leave: bool = False  # this process's own: a signal came, the run goes on without it
+
+
+def _is_lost(number: int, welcome: training_pb2.TrainingWelcome) -> bool:
+    """Whether a version that the ledger has taken is not there any more: its record was damaged."""
+    return number > welcome.newest_version or (number == welcome.newest_version and not welcome.newest_digest)
 
 
 class OrchestratorClient:
@@ -90,11 +96,12 @@ class OrchestratorClient:
         self._held_up = asyncio.Event()  # pause, stop, leave or failure: waits for batches end
         self.failure: MillraceError | None = None
         self.commands = Commands()
+        self._newest: training_pb2.PublishVersionRequest | None = None  # that the ledger has taken
         self.report = TrainerReport()
 
     # -- the lease ---------------------------------------------------------------------------------------------------
 
-    async def join(self, checkpoint_step: int) -> Welcome:
+    async def join(self, checkpoint_step: int, kept_checkpoint_steps: Sequence[int] = ()) -> Welcome:
         """Join and stay joined in the background; returns the first welcome, however long the orchestrator takes.
 
         Not bounded: a trainer without an orchestrator has nothing else to do, and says so in its state and its log.
@@ -103,6 +110,7 @@ class OrchestratorClient:
             UserError: the orchestrator refuses this trainer, and always will.
         """
         self.report.checkpoint_step = checkpoint_step
+        self.report.kept_checkpoint_steps = tuple(kept_checkpoint_steps)
         self._welcomed = asyncio.get_running_loop().create_future()
         self._tasks.start(self._stay_joined(), "trainer.join")
         self._tasks.start(self._keep_reporting(), "trainer.report")
@@ -163,6 +171,7 @@ class OrchestratorClient:
             incarnation=self._incarnation,
             recovered_version=self.report.checkpoint_step,  # the newest: an orchestrator that restarted keeps the rest
             num_ranks=self._num_ranks,
+            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
             vocab_size=self.vocab_size,
         )
         async for response in self._stub.JoinTraining(request, metadata=call_metadata(self._run_id)):
@@ -200,6 +209,20 @@ class OrchestratorClient:
                 )
             )
 
+        elif self._newest is not None and _is_lost(self._newest.version.number, proto):
+            self._tasks.start(self._offer_again(self._newest), "trainer.offer_again")
+
+    async def _offer_again(self, request: training_pb2.PublishVersionRequest) -> None:
+        """The ledger lost the record of its newest version. Once: an orchestrator that goes away asks at the next welcome."""
+        log.warning("version.offered_again", version=request.version.number)
+        try:
+            with translated_errors(self._peer):
+                await self._stub.PublishVersion(
+                    request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
+                )
+        except MillraceError as error:
+            log.warning("version.not_published_yet", version=request.version.number, error=error.message)
+
     async def _keep_reporting(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
@@ -218,6 +241,7 @@ class OrchestratorClient:
                 training_step=self.report.training_step,
                 state=self.report.state,
                 checkpoint_step=self.report.checkpoint_step,
+                kept_checkpoint_steps=self.report.kept_checkpoint_steps,
                 gauges=self.report.gauges,
                 rank=self._rank,
                 accounts=[account_to_proto(account) for account in self.report.accounts()],
@@ -287,6 +311,7 @@ class OrchestratorClient:
             metrics=metrics,
             compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
             checkpoint_step=self.report.checkpoint_step,
+            kept_checkpoint_steps=self.report.kept_checkpoint_steps,
             finished_at=timestamp_to_proto(finished_at),
         )
         for delay in backoff(0.2):
@@ -295,6 +320,7 @@ class OrchestratorClient:
                     await self._stub.PublishVersion(
                         request, timeout=DEADLINES["PublishVersion"], metadata=call_metadata(self._run_id)
                     )
+                self._newest = request
                 return
             except LeaseLostError as error:
                 if self._is_superseded(error):

@@ -72,7 +72,7 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
     directory = _directory(path)
     files = _files(directory)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise _NotByShardsError("its weights are quantised")
         with torch.device("meta"):

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from benchmarks._hostile import MODULES, all_rpcs
 from services.common.errors import CapacityError, InvalidRequestError
 from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.peers import peer_of_grpc
 from services.common.rpc import limits
 from services.common.rpc.channel import DEADLINES
 from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, limit_of
@@ -116,7 +117,50 @@ async def test_who_calls_too_often_is_told_which_limit_and_when_to_come_back(
     with pytest.raises(CapacityError) as caught, translated_errors("the server"):
         await asyncio.gather(*(stub.GetStatus(ASK, timeout=5) for _ in range(20)))  # however slow the machine
     assert caught.value.metadata["limit"] == "GetStatus.calls_per_s" and caught.value.retry_after_s
-    assert await answers(served.server), "another connection, and nobody vouches for either"
+    with pytest.raises(grpc.aio.AioRpcError, match="more often"):
+        await answers(served.server)  # another connection of the same address
+
+
+@pytest.mark.parametrize(
+    ("connection", "peer"),
+    [
+        ("ipv4:127.0.0.1:51000", "loopback"),
+        ("ipv4:127.77.0.9:1", "loopback"),
+        ("ipv6:%5B::1%5D:51000", "loopback"),
+        ("ipv6:[::1]:51000", "loopback"),
+        ("ipv6:%5B::ffff:127.0.0.1%5D:9", "loopback"),
+        ("ipv4:10.0.0.7:51000", "10.0.0.7"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:9", "10.0.0.7"),
+        ("ipv6:%5Bfd00::1:2:3:4%5D:1", "fd00::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:1", "fe80::/64"),
+        ("unix:", "unix"),
+        ("unix:@hidden", "unix"),
+        ("ipv4:nonsense:1", "nonsense"),
+    ],
+)
+def test_a_peer_is_an_address_and_never_a_connection(connection: str, peer: str) -> None:
+    assert peer_of_grpc(connection) == peer
+    assert peer_of_grpc(connection.rpartition(":")[0] + ":9") == peer or peer == "unix"
+
+
+def test_two_hundred_replicas_of_one_machine_report_within_the_limits() -> None:
+    """Without keys they are one peer: what each does in a minute passes, their start all at once too."""
+    now = 0.0
+    rates = Rates(clock=lambda: now)
+    replicas, settled = (
+        200,
+        {"ReportReplica": 0.5, "GetStatus": 1.0, "Check": 0.1, "GetManifest": 0.5, "FetchWeights": 0.5},
+    )
+    for method in ("JoinPool", "GetRun", "StreamTrajectories", *settled):
+        for _ in range(replicas):
+            with rates.call("loopback", method, limit_of(method)):
+                pass
+    for second in range(60):
+        now = float(second + 1)
+        for method, calls_per_s in settled.items():
+            for _ in range(int(replicas * calls_per_s)):
+                with rates.call("loopback", method, limit_of(method)):
+                    pass
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import pytest
 
 from services.common.config.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
+from services.orchestrator.journal import records
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.rollouts import plain_trajectory
 from services.trainer.warm_start import make_starting_checkpoint
 from tests.integration.trainer.launching import made_once
 
@@ -104,9 +108,10 @@ class Run:
         return f"127.0.0.1:{section['port']}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Every line of the journal's segments."""
-        segments = sorted((self.directory / "journal").rglob("*.jsonl"))
-        return [orjson.loads(line) for segment in segments for line in segment.read_bytes().splitlines()]
+        """Every record of the journal, trajectories with lists of numbers."""
+        with closing(JournalReader(self.directory / "journal")) as reader:
+            found = [(row.kind, reader.load(row) or {}) for row in reader.rows()]
+        return [plain_trajectory(record) if kind == records.TRAJECTORY else record for kind, record in found]
 
     def stop(self) -> None:
         if self.process.poll() is None:

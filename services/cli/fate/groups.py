@@ -99,7 +99,7 @@ class Decider:
         for slot, row in sorted(group.trajectories.items()):
             record = self._load(row)
             for position, sequence in enumerate(record["sequences"] if record is not None else ()):
-                tokens = sum(len(s["token_ids"]) for s in sequence["segments"] if s["source"] == "policy")
+                tokens = sum(s["num_tokens"] for s in sequence["segments"] if s["source"] == "policy")
                 key = (sequence["policy"], sequence["role"], sequence["attempt"])
                 member = MemberFate(index=slot, position=position, num_tokens=tokens, fate=GroupFate.KEPT)
                 members[key].append(member)

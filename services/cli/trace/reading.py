@@ -18,7 +18,7 @@ from services.common.errors import ConfigError
 from services.common.types import RolloutFailure, Trajectory
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.index import INDEX_FILE, Row
+from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 def open_journal(run_dir: Path) -> JournalReader:
     """Raises ``ConfigError`` when the directory has no journal."""
     directory = run_dir / "journal"
-    if not (directory / INDEX_FILE).is_file():
+    if not directory.is_dir():
         check_run_directory(run_dir)
         raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
     return JournalReader(directory)

@@ -29,8 +29,13 @@ class SandboxConfig(Section):
     """Largest CPU time of one program and its children."""
     memory_bytes: int = Field(default=512 * 1024 * 1024, ge=1024 * 1024)
     """Largest memory of one program and its children together."""
+    memory_cgroup: bool = True
+    """Let the kernel keep the memory limit where it grants cgroups; otherwise processes are watched, and large shared
+    mappings are refused. `sandbox_memory_cgroup` in GetStatus says which."""
     num_processes: int = Field(default=16, ge=1)
     """Most processes and threads of one program."""
+    judging_time_s: float = Field(default=300.0, gt=0, le=500)
+    """Largest time of all cases of one judgement together; those that are left then are not run, and are a `TIME_LIMIT`."""
     output_bytes: int = Field(default=65536, ge=1)
     """Bytes kept of each of stdout and stderr."""
     file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config.base import Section
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig
+from services.common.config.deterministic import conflicts
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.optimizer import OptimizerConfig
 from services.common.config.placement import check_placement
@@ -28,7 +29,7 @@ from services.common.loopback import is_loopback
 
 class RunConfig(Section):
     id: str | None = None
-    """Name of the run and of its directory; left out, recipe name and time."""
+    """Name of the run and of its directory, in one part: no `/`; left out, recipe name and time."""
     dir: str = "runs"
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
@@ -37,9 +38,26 @@ class RunConfig(Section):
     """Training steps of each policy, each one published version; 0 only evaluates, without trainers."""
     lockstep: bool = False
     """No policy begins a step before all have published the version before it. Otherwise trainers share no barrier."""
+    deterministic: bool = False
+    """The final weights are the same bits whenever recipe and starting checkpoint are the same, whatever dies meanwhile. Every
+    rollout of a step plays the version before it, batches are made in the order in which task groups were issued, and an
+    engine computes one request at a time: slower, for tests and for finding faults. Settings with which it cannot hold are
+    refused. It holds on one kind of machine, with judges that give equal answers, while no rollout fails for good."""
     resume: Literal["auto", "never"] = "never"
     """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
     and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
+
+    @field_validator("id")
+    @classmethod
+    def _one_part(cls, value: str | None) -> str | None:
+        return value if value is None else one_part(value)
+
+
+def one_part(name: str) -> str:
+    """``name``, which can be that of a directory within another one. Raises ``ValueError`` for one that leads elsewhere."""
+    if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise ValueError(f"{name!r} cannot be the name of a directory: leave out `/`, `\\` and control characters")
+    return name
 
 
 class Recipe(Section):
@@ -78,10 +96,16 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     """Metrics for Prometheus."""
 
+    @field_validator("name")
+    @classmethod
+    def _can_name_a_run(cls, value: str) -> str:
+        return one_part(value)
+
     @field_validator("policies", "inference")
     @classmethod
     def _plain_names(cls, value: dict[str, Section]) -> dict[str, Section]:
         for name in value:
+            # No dot and no slash either: they are parts of file names.
             if not name.replace("_", "").replace("-", "").isalnum():
                 raise ValueError(f"{name!r} is no plain name: use letters, digits, '-' and '_'")
         return value
@@ -103,7 +127,12 @@ class Recipe(Section):
         self._check_evaluation()
         self._check_evaluation_fits()
         self._check_security()
+        self._check_deterministic()
         return self
+
+    def _check_deterministic(self) -> None:
+        if self.run.deterministic and (found := conflicts(self)):
+            raise ValueError(f"run.deterministic cannot hold: {'; '.join(found)}")
 
     def _check_sampling(self) -> None:
         cuts = self.sampling.cuts() if self.run.steps else []

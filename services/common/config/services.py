@@ -41,6 +41,11 @@ class RolloutConfig(Section):
     """With `on_truncation: penalise`. Left out: 0, or the lowest reward that it is compared with where that is lower."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
+    max_masked_share: float = Field(default=0.25, gt=0, le=1)
+    """Largest share of a policy's newest training rollouts that may have no reward because machinery failed (a grader, a
+    peer, a full gateway). Above it the run is paused with the reason: what a policy can provoke is another try. 1 is off."""
+    masked_window: int = Field(default=512, ge=8)
+    """Rollouts over which `max_masked_share` is taken; nothing is said before half of them have ended."""
     timing: bool = True
     """Keep with each record what its rollout did and when, for `millrace trace`."""
 
@@ -70,8 +75,10 @@ class OrchestratorConfig(Section):
     """`process`: what is acknowledged survives kill -9. `power`: also a power cut (fsync)."""
     segment_bytes: int = Field(default=64 * 1024 * 1024, ge=4096)
     """Journal segments are rolled at this size."""
-    retention: Literal["all", "checkpoint"] = "all"
-    """`all` keeps every trajectory; `checkpoint` deletes those that no replay since the last checkpoint can need."""
+    retention: Literal["needed", "all"] = "needed"
+    """`needed` keeps the trajectories that are still to be trained, and those that a replay from the oldest checkpoint which
+    a trainer keeps needs; others are deleted, 64 MiB (`segment_bytes`) at a time. `all` keeps every trajectory: at least
+    6 bytes per token. Batches, versions, evaluations and metrics stay for ever with both (docs/journal.md)."""
     min_free_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Below this much free disk nothing new is issued, and the run says so."""
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 from aiohttp import web
 
-from services.common.errors import AccessError, PermissionDeniedError
+from services.common.errors import AccessError, MillraceError, PermissionDeniedError
 from services.common.http.answers import json_answer
+from services.common.http.origin import Handler, Refuse
 from services.common.repeats import Repeats
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
 
 log = structlog.get_logger()
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Refuse = Callable[[AccessError, int], web.StreamResponse]
 Shown = Callable[[web.Request], str | None]
 
 
@@ -26,7 +25,7 @@ def authorization(request: web.Request) -> str | None:
     return request.headers.get("Authorization")
 
 
-def plainly(error: AccessError, status: int) -> web.StreamResponse:
+def plainly(error: MillraceError, status: int) -> web.StreamResponse:
     """A refusal as ``{"detail": ...}``, as the judge and the task server write theirs."""
     return json_answer({"detail": error.message}, status)
 

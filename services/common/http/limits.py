@@ -1,4 +1,7 @@
-"""What one client may take from an HTTP server: requests a second and at once, and time to say what it wants.
+"""What one client may take from an HTTP server: requests a second and at once, connections, and time to say what it wants.
+
+A client is who its token names, at its address; without keys, its address. So a new connection has no new limits. All of
+loopback is one client: its limits lie above what the agents and judges of a machine do together.
 
 The size of a body is the application's ``client_max_size``, that of headers aiohttp's own 8 KiB a line. aiohttp waits for ever
 for a client that has connected and sends nothing, or its headers byte by byte; ``Patience`` does not.
@@ -7,7 +10,9 @@ for a client that has connected and sends nothing, or its headers byte by byte; 
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,14 +21,17 @@ from aiohttp import web
 
 from services.common.errors import CapacityError
 from services.common.http.answers import json_answer
+from services.common.peers import peer_of_host
 from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit
 from services.common.rpc.rates import Rates
 from services.common.security.caller import caller
 
 log = structlog.get_logger()
 
-# Of one client: an agent loop or a judge's batches.
-REQUESTS = Limit(calls_per_s=5_000.0, burst=10_000, concurrent=4096)
+# Of one client: all agent loops of a machine, or a judge's batches.
+REQUESTS = Limit(calls_per_s=5_000.0, burst=10_000, concurrent=8192)
+# Of one address, those included that wait between two requests: an agent loop for each rollout has one.
+CONNECTIONS = 8192
 BODY_S = 120.0  # for a body to come; the largest is some hundred MiB
 LOOK_S = 1.0
 
@@ -36,9 +44,8 @@ def rate_limited() -> Any:
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        known = caller.get()
-        peer = request.transport.get_extra_info("peername") if request.transport is not None else None
-        client = f"{known.name}@{request.remote}" if known is not None else str(peer)
+        known, peer = caller.get(), peer_of_host(request.remote or "")
+        client = f"{known.name}@{peer}" if known is not None else peer
         try:
             with rates.call(client, "requests", REQUESTS):
                 return await handler(request)
@@ -68,6 +75,12 @@ def body_in_time() -> Any:
     return middleware
 
 
+def most_connections() -> int:
+    """How many connections one address may hold: never more than half of the files that this process may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
+
+
 class Patience:
     """Hangs up on connections that do not make their first request in time, and on those that are too many."""
 
@@ -75,14 +88,23 @@ class Patience:
         self._runner = runner
         self._since: dict[Any, float] = {}  # silent connections, first seen when
         self._spoken: set[Any] = set()
+        self._asking: Counter[Any] = Counter()  # requests that run, by connection
+        self._most = most_connections()
 
     def heard(self) -> Any:
-        """A middleware that notes who has made a request. Outermost."""
+        """A middleware that notes who has made a request, and who waits for its answer. Outermost."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
-            self._spoken.add(request.protocol)
-            return await handler(request)
+            connection = request.protocol
+            self._spoken.add(connection)
+            self._asking[connection] += 1
+            try:
+                return await handler(request)
+            finally:
+                self._asking[connection] -= 1
+                if not self._asking[connection]:
+                    del self._asking[connection]
 
         return middleware
 
@@ -92,9 +114,12 @@ class Patience:
             await asyncio.sleep(LOOK_S)
             self.look(time.monotonic())
 
-    def look(self, now: float) -> None:
+    def _connections(self) -> list[Any]:
         server = self._runner.server
-        connections = list(server.connections) if server is not None else []
+        return list(server.connections) if server is not None else []
+
+    def look(self, now: float) -> None:
+        connections = self._connections()
         self._spoken.intersection_update(connections)
         silent = [each for each in connections if each not in self._spoken]
         self._since = {each: self._since.get(each, now) for each in silent}
@@ -102,7 +127,34 @@ class Patience:
         for number, each in enumerate(silent):
             silent_s = now - self._since[each]
             if silent_s > HANDSHAKE_S or number < too_many:
-                log.debug("http.hung_up", silent_s=round(silent_s, 1))
-                each.force_close()
-                if each.transport is not None:
-                    each.transport.abort()
+                _hang_up(each, why="silent")
+        for each in self._over_the_limit_of_a_peer(connections):
+            _hang_up(each, why="too_many")
+
+    def _over_the_limit_of_a_peer(self, connections: list[Any]) -> list[Any]:
+        """Those that an address holds beyond its limit: first those that never spoke, then those that wait for nothing.
+
+        One with a request that runs is left: the limit on requests at once is its bound.
+        """
+        if len(connections) <= self._most:
+            return []
+        peers = {each: _peer(each) for each in connections}
+        over = {peer: count - self._most for peer, count in Counter(peers.values()).items() if count > self._most}
+        found = []
+        for each in sorted(connections, key=self._spoken.__contains__):
+            if over.get(peers[each], 0) > 0 and each not in self._asking:
+                over[peers[each]] -= 1
+                found.append(each)
+        return found
+
+
+def _peer(connection: Any) -> str:
+    address = connection.transport.get_extra_info("peername") if connection.transport is not None else None
+    return peer_of_host(str(address[0])) if address else ""
+
+
+def _hang_up(connection: Any, why: str) -> None:
+    log.debug("http.hung_up", why=why)
+    connection.force_close()
+    if connection.transport is not None:
+        connection.transport.abort()

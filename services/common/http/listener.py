@@ -1,16 +1,25 @@
-"""Listening for HTTP on one port: with keys over TLS to those who may use its routes, without keys on loopback only."""
+"""Listening for HTTP on one port: with keys over TLS to those who may use its routes, without keys on loopback only.
+
+    connection -> Patience -> for_programs -> authenticated (keys) -> rate_limited -> the application's own -> body_in_time
+
+Everything in this project that listens for HTTP is a ``Listener``, so that each has the same checks.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from services.common.aio import TaskOwner
 from services.common.errors import ConfigError
-from services.common.http.authentication import Refuse, Shown, authenticated, authorization, plainly
+from services.common.http.authentication import Shown, authenticated, authorization, plainly
 from services.common.http.limits import Patience, body_in_time, rate_limited
+from services.common.http.origin import Refuse, allowed_hosts, closed_to_pages, for_programs
+from services.common.repeats import Repeats
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.security.tls import server_context
@@ -21,7 +30,8 @@ _STOP_S = 5.0
 
 
 class Listener:
-    """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for another bind than loopback without keys."""
+    """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for another bind than loopback without keys,
+    and for a ``MILLRACE_HTTP_HOSTS`` that cannot be read."""
 
     def __init__(
         self,
@@ -47,9 +57,16 @@ class Listener:
         application.middlewares.insert(0, rate_limited())
         if self._identity is not None:
             application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown))
+        application.middlewares.insert(0, for_programs(self._identity is not None, allowed_hosts(), refuse))
+        application.on_response_prepare.append(closed_to_pages)
         application.middlewares.append(body_in_time())
         self._runner = web.AppRunner(
-            application, handler_cancellation=leaving_cancels, access_log=None, shutdown_timeout=_STOP_S
+            application,
+            handler_cancellation=leaving_cancels,
+            access_log=None,
+            shutdown_timeout=_STOP_S,
+            auto_decompress=False,  # a body with an encoding is refused; none is unpacked
+            logger=_library_log(),
         )
         self._patience = Patience(self._runner)
         application.middlewares.insert(0, self._patience.heard())
@@ -94,3 +111,27 @@ class Listener:
     async def stop(self) -> None:
         await self._tasks.close()
         await self._runner.cleanup()
+
+
+class _Malformed(logging.Filter):
+    """Tells of bytes that are no HTTP once a second, in a line: aiohttp logs each with its trace, for as long as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._repeats = Repeats()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        if (untold := self._repeats.tell(type(error).__name__)) is not None:
+            log.info("http.malformed", reason=type(error).__name__, **untold)
+        return False
+
+
+def _library_log() -> logging.Logger:
+    """Where aiohttp says what it cannot answer for: bugs with their traces, strangers' bytes in a line."""
+    found = logging.Logger("aiohttp.server", logging.WARNING)
+    found.parent = logging.getLogger()
+    found.addFilter(_Malformed())
+    return found

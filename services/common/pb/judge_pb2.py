@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from . import environment_pb2 as millrace_dot_v1_dot_environment__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/judge.proto\x12\x0bmillrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dmillrace/v1/environment.proto\">\n\tStdinCase\x12\r\n\x05stdin\x18\x01 \x01(\t\x12\x15\n\x08\x65xpected\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0b\n\t_expected\"3\n\nStdinTests\x12%\n\x05\x63\x61ses\x18\x01 \x03(\x0b\x32\x16.millrace.v1.StdinCase\"I\n\x08\x43\x61llCase\x12\x11\n\targs_json\x18\x01 \x01(\x0c\x12\x13\n\x0bkwargs_json\x18\x02 \x01(\x0c\x12\x15\n\rexpected_json\x18\x03 \x01(\x0c\"F\n\tCallTests\x12\x13\n\x0b\x65ntry_point\x18\x01 \x01(\t\x12$\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32\x15.millrace.v1.CallCase\"C\n\x0b\x41ssertTests\x12\r\n\x05tests\x18\x01 \x01(\t\x12\x13\n\x0b\x65ntry_point\x18\x02 \x01(\t\x12\x10\n\x08preamble\x18\x03 \x01(\t\"\x87\x03\n\x0cJudgeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12.\n\x0bstdin_tests\x18\x04 \x01(\x0b\x32\x17.millrace.v1.StdinTestsH\x00\x12,\n\ncall_tests\x18\x05 \x01(\x0b\x32\x16.millrace.v1.CallTestsH\x00\x12\x30\n\x0c\x61ssert_tests\x18\x06 \x01(\x0b\x32\x18.millrace.v1.AssertTestsH\x00\x12/\n\ncomparison\x18\x07 \x01(\x0e\x32\x1b.millrace.v1.ComparisonMode\x12\x11\n\ttolerance\x18\x08 \x01(\x01\x12,\n\x06limits\x18\t \x01(\x0b\x32\x1c.millrace.v1.ExecutionLimits\x12\x12\n\nstop_early\x18\n \x01(\x08\x12$\n\x04lane\x18\x0b \x01(\x0e\x32\x16.millrace.v1.JudgeLaneB\x07\n\x05tests\"\xc1\x02\n\nCaseResult\x12\r\n\x05index\x18\x01 \x01(\x05\x12%\n\x07verdict\x18\x02 \x01(\x0e\x32\x14.millrace.v1.Verdict\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0e\n\x06stdout\x18\x04 \x01(\t\x12\x0e\n\x06stderr\x18\x05 \x01(\t\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x16\n\texit_code\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06signal\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12,\n\twall_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x63pu_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11peak_memory_bytes\x18\x0b \x01(\x03\x42\x0c\n\n_exit_codeB\t\n\x07_signal\"\x99\x01\n\rJudgeResponse\x12%\n\x07verdict\x18\x01 \x01(\x0e\x32\x14.millrace.v1.Verdict\x12&\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32\x17.millrace.v1.CaseResult\x12\x11\n\tnum_cases\x18\x03 \x01(\x05\x12\x16\n\x0eisolation_tier\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"@\n\x11JudgeBatchRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.millrace.v1.JudgeRequest\"c\n\x12JudgeBatchResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12*\n\x06result\x18\x03 \x01(\x0b\x32\x1a.millrace.v1.JudgeResponse*\x9b\x02\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x18\n\x14VERDICT_WRONG_ANSWER\x10\x02\x12\x19\n\x15VERDICT_RUNTIME_ERROR\x10\x03\x12\x19\n\x15VERDICT_COMPILE_ERROR\x10\x04\x12\x16\n\x12VERDICT_TIME_LIMIT\x10\x05\x12\x18\n\x14VERDICT_MEMORY_LIMIT\x10\x06\x12\x18\n\x14VERDICT_OUTPUT_LIMIT\x10\x07\x12\x1b\n\x17VERDICT_INVALID_REQUEST\x10\x08\x12\x15\n\x11VERDICT_CANCELLED\x10\t\x12\x17\n\x13VERDICT_INFRA_ERROR\x10\n*\x9f\x03\n\x0e\x43omparisonMode\x12\x1f\n\x1b\x43OMPARISON_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43OMPARISON_MODE_EXACT\x10\x01\x12\x1c\n\x18\x43OMPARISON_MODE_STRIPPED\x10\x02\x12\x19\n\x15\x43OMPARISON_MODE_LINES\x10\x03\x12\x1a\n\x16\x43OMPARISON_MODE_TOKENS\x10\x04\x12\x19\n\x15\x43OMPARISON_MODE_FLOAT\x10\x05\x12#\n\x1f\x43OMPARISON_MODE_UNORDERED_LINES\x10\x06\x12$\n COMPARISON_MODE_UNORDERED_TOKENS\x10\x07\x12\x18\n\x14\x43OMPARISON_MODE_JSON\x10\x08\x12\x1b\n\x17\x43OMPARISON_MODE_LITERAL\x10\t\x12\x19\n\x15\x43OMPARISON_MODE_VALUE\x10\n\x12#\n\x1f\x43OMPARISON_MODE_VALUE_UNORDERED\x10\x0b\x12\x1f\n\x1b\x43OMPARISON_MODE_VALUE_FLOAT\x10\x0c*Y\n\tJudgeLane\x12\x1a\n\x16JUDGE_LANE_UNSPECIFIED\x10\x00\x12\x1a\n\x16JUDGE_LANE_INTERACTIVE\x10\x01\x12\x14\n\x10JUDGE_LANE_BATCH\x10\x02\x32\x9f\x01\n\x0cJudgeService\x12>\n\x05Judge\x12\x19.millrace.v1.JudgeRequest\x1a\x1a.millrace.v1.JudgeResponse\x12O\n\nJudgeBatch\x12\x1e.millrace.v1.JudgeBatchRequest\x1a\x1f.millrace.v1.JudgeBatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17millrace/v1/judge.proto\x12\x0bmillrace.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1dmillrace/v1/environment.proto\">\n\tStdinCase\x12\r\n\x05stdin\x18\x01 \x01(\t\x12\x15\n\x08\x65xpected\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\x0b\n\t_expected\"3\n\nStdinTests\x12%\n\x05\x63\x61ses\x18\x01 \x03(\x0b\x32\x16.millrace.v1.StdinCase\"I\n\x08\x43\x61llCase\x12\x11\n\targs_json\x18\x01 \x01(\x0c\x12\x13\n\x0bkwargs_json\x18\x02 \x01(\x0c\x12\x15\n\rexpected_json\x18\x03 \x01(\x0c\"F\n\tCallTests\x12\x13\n\x0b\x65ntry_point\x18\x01 \x01(\t\x12$\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32\x15.millrace.v1.CallCase\"R\n\x0b\x41ssertTests\x12\r\n\x05tests\x18\x01 \x01(\t\x12\x13\n\x0b\x65ntry_point\x18\x02 \x01(\t\x12\x10\n\x08preamble\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\t\"\x87\x03\n\x0cJudgeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08language\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12.\n\x0bstdin_tests\x18\x04 \x01(\x0b\x32\x17.millrace.v1.StdinTestsH\x00\x12,\n\ncall_tests\x18\x05 \x01(\x0b\x32\x16.millrace.v1.CallTestsH\x00\x12\x30\n\x0c\x61ssert_tests\x18\x06 \x01(\x0b\x32\x18.millrace.v1.AssertTestsH\x00\x12/\n\ncomparison\x18\x07 \x01(\x0e\x32\x1b.millrace.v1.ComparisonMode\x12\x11\n\ttolerance\x18\x08 \x01(\x01\x12,\n\x06limits\x18\t \x01(\x0b\x32\x1c.millrace.v1.ExecutionLimits\x12\x12\n\nstop_early\x18\n \x01(\x08\x12$\n\x04lane\x18\x0b \x01(\x0e\x32\x16.millrace.v1.JudgeLaneB\x07\n\x05tests\"\xc1\x02\n\nCaseResult\x12\r\n\x05index\x18\x01 \x01(\x05\x12%\n\x07verdict\x18\x02 \x01(\x0e\x32\x14.millrace.v1.Verdict\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x0e\n\x06stdout\x18\x04 \x01(\t\x12\x0e\n\x06stderr\x18\x05 \x01(\t\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x16\n\texit_code\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06signal\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12,\n\twall_time\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x63pu_time\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x19\n\x11peak_memory_bytes\x18\x0b \x01(\x03\x42\x0c\n\n_exit_codeB\t\n\x07_signal\"\x99\x01\n\rJudgeResponse\x12%\n\x07verdict\x18\x01 \x01(\x0e\x32\x14.millrace.v1.Verdict\x12&\n\x05\x63\x61ses\x18\x02 \x03(\x0b\x32\x17.millrace.v1.CaseResult\x12\x11\n\tnum_cases\x18\x03 \x01(\x05\x12\x16\n\x0eisolation_tier\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"@\n\x11JudgeBatchRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.millrace.v1.JudgeRequest\"c\n\x12JudgeBatchResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12*\n\x06result\x18\x03 \x01(\x0b\x32\x1a.millrace.v1.JudgeResponse*\xb6\x02\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nVERDICT_OK\x10\x01\x12\x18\n\x14VERDICT_WRONG_ANSWER\x10\x02\x12\x19\n\x15VERDICT_RUNTIME_ERROR\x10\x03\x12\x19\n\x15VERDICT_COMPILE_ERROR\x10\x04\x12\x16\n\x12VERDICT_TIME_LIMIT\x10\x05\x12\x18\n\x14VERDICT_MEMORY_LIMIT\x10\x06\x12\x18\n\x14VERDICT_OUTPUT_LIMIT\x10\x07\x12\x1b\n\x17VERDICT_INVALID_REQUEST\x10\x08\x12\x15\n\x11VERDICT_CANCELLED\x10\t\x12\x17\n\x13VERDICT_INFRA_ERROR\x10\n\x12\x19\n\x15VERDICT_INVALID_TESTS\x10\x0b*\x9f\x03\n\x0e\x43omparisonMode\x12\x1f\n\x1b\x43OMPARISON_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43OMPARISON_MODE_EXACT\x10\x01\x12\x1c\n\x18\x43OMPARISON_MODE_STRIPPED\x10\x02\x12\x19\n\x15\x43OMPARISON_MODE_LINES\x10\x03\x12\x1a\n\x16\x43OMPARISON_MODE_TOKENS\x10\x04\x12\x19\n\x15\x43OMPARISON_MODE_FLOAT\x10\x05\x12#\n\x1f\x43OMPARISON_MODE_UNORDERED_LINES\x10\x06\x12$\n COMPARISON_MODE_UNORDERED_TOKENS\x10\x07\x12\x18\n\x14\x43OMPARISON_MODE_JSON\x10\x08\x12\x1b\n\x17\x43OMPARISON_MODE_LITERAL\x10\t\x12\x19\n\x15\x43OMPARISON_MODE_VALUE\x10\n\x12#\n\x1f\x43OMPARISON_MODE_VALUE_UNORDERED\x10\x0b\x12\x1f\n\x1b\x43OMPARISON_MODE_VALUE_FLOAT\x10\x0c*Y\n\tJudgeLane\x12\x1a\n\x16JUDGE_LANE_UNSPECIFIED\x10\x00\x12\x1a\n\x16JUDGE_LANE_INTERACTIVE\x10\x01\x12\x14\n\x10JUDGE_LANE_BATCH\x10\x02\x32\x9f\x01\n\x0cJudgeService\x12>\n\x05Judge\x12\x19.millrace.v1.JudgeRequest\x1a\x1a.millrace.v1.JudgeResponse\x12O\n\nJudgeBatch\x12\x1e.millrace.v1.JudgeBatchRequest\x1a\x1f.millrace.v1.JudgeBatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.v1.judge_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=1478
-  _globals['_VERDICT']._serialized_end=1761
-  _globals['_COMPARISONMODE']._serialized_start=1764
-  _globals['_COMPARISONMODE']._serialized_end=2179
-  _globals['_JUDGELANE']._serialized_start=2181
-  _globals['_JUDGELANE']._serialized_end=2270
+  _globals['_VERDICT']._serialized_start=1493
+  _globals['_VERDICT']._serialized_end=1803
+  _globals['_COMPARISONMODE']._serialized_start=1806
+  _globals['_COMPARISONMODE']._serialized_end=2221
+  _globals['_JUDGELANE']._serialized_start=2223
+  _globals['_JUDGELANE']._serialized_end=2312
   _globals['_STDINCASE']._serialized_start=103
   _globals['_STDINCASE']._serialized_end=165
   _globals['_STDINTESTS']._serialized_start=167
@@ -48,17 +48,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLTESTS']._serialized_start=295
   _globals['_CALLTESTS']._serialized_end=365
   _globals['_ASSERTTESTS']._serialized_start=367
-  _globals['_ASSERTTESTS']._serialized_end=434
-  _globals['_JUDGEREQUEST']._serialized_start=437
-  _globals['_JUDGEREQUEST']._serialized_end=828
-  _globals['_CASERESULT']._serialized_start=831
-  _globals['_CASERESULT']._serialized_end=1152
-  _globals['_JUDGERESPONSE']._serialized_start=1155
-  _globals['_JUDGERESPONSE']._serialized_end=1308
-  _globals['_JUDGEBATCHREQUEST']._serialized_start=1310
-  _globals['_JUDGEBATCHREQUEST']._serialized_end=1374
-  _globals['_JUDGEBATCHRESPONSE']._serialized_start=1376
-  _globals['_JUDGEBATCHRESPONSE']._serialized_end=1475
-  _globals['_JUDGESERVICE']._serialized_start=2273
-  _globals['_JUDGESERVICE']._serialized_end=2432
+  _globals['_ASSERTTESTS']._serialized_end=449
+  _globals['_JUDGEREQUEST']._serialized_start=452
+  _globals['_JUDGEREQUEST']._serialized_end=843
+  _globals['_CASERESULT']._serialized_start=846
+  _globals['_CASERESULT']._serialized_end=1167
+  _globals['_JUDGERESPONSE']._serialized_start=1170
+  _globals['_JUDGERESPONSE']._serialized_end=1323
+  _globals['_JUDGEBATCHREQUEST']._serialized_start=1325
+  _globals['_JUDGEBATCHREQUEST']._serialized_end=1389
+  _globals['_JUDGEBATCHRESPONSE']._serialized_start=1391
+  _globals['_JUDGEBATCHRESPONSE']._serialized_end=1490
+  _globals['_JUDGESERVICE']._serialized_start=2315
+  _globals['_JUDGESERVICE']._serialized_end=2474
 # @@protoc_insertion_point(module_scope)

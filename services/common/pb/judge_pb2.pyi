@@ -52,6 +52,8 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Cancelled by the caller."""
     VERDICT_INFRA_ERROR: _Verdict.ValueType  # 10
     """The machinery failed; retryable, never a reward."""
+    VERDICT_INVALID_TESTS: _Verdict.ValueType  # 11
+    """The tests can judge no program; nothing is said about this one."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """What came of a program, or of one case of it."""
@@ -78,6 +80,8 @@ VERDICT_CANCELLED: Verdict.ValueType  # 9
 """Cancelled by the caller."""
 VERDICT_INFRA_ERROR: Verdict.ValueType  # 10
 """The machinery failed; retryable, never a reward."""
+VERDICT_INVALID_TESTS: Verdict.ValueType  # 11
+"""The tests can judge no program; nothing is said about this one."""
 Global___Verdict: typing_extensions.TypeAlias = Verdict
 
 class _ComparisonMode:
@@ -271,20 +275,26 @@ class AssertTests(google.protobuf.message.Message):
     TESTS_FIELD_NUMBER: builtins.int
     ENTRY_POINT_FIELD_NUMBER: builtins.int
     PREAMBLE_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
     tests: builtins.str
     """The test code; it runs in an interpreter of its own and calls the program from there."""
     entry_point: builtins.str
     """What candidate is; may be empty when the tests call check themselves."""
     preamble: builtins.str
     """Trusted code that the tests may use, such as the task's prompt."""
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What else the program defines and the tests use; any other free name is the library's, or the tests are refused."""
+
     def __init__(
         self,
         *,
         tests: builtins.str = ...,
         entry_point: builtins.str = ...,
         preamble: builtins.str = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entry_point", b"entry_point", "preamble", b"preamble", "tests", b"tests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entry_point", b"entry_point", "names", b"names", "preamble", b"preamble", "tests", b"tests"]) -> None: ...
 
 Global___AssertTests: typing_extensions.TypeAlias = AssertTests
 

@@ -147,6 +147,8 @@ class RunProgress(google.protobuf.message.Message):
     STARTED_AT_FIELD_NUMBER: builtins.int
     STALLS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
+    DISK_FIELD_NUMBER: builtins.int
+    SET_ASIDE_FIELD_NUMBER: builtins.int
     state: Global___RunState.ValueType
     """The state."""
     tokens_per_s: builtins.float
@@ -187,6 +189,14 @@ class RunProgress(google.protobuf.message.Message):
     def accounts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.TimeAccount]:
         """Where the time of every component goes, as it last reported."""
 
+    @property
+    def disk(self) -> Global___DiskOutlook:
+        """The disk that the run writes to; unset until it was looked at."""
+
+    @property
+    def set_aside(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SetAsideRecords]:
+        """Records of the journal that are not used, by kind and reason."""
+
     def __init__(
         self,
         *,
@@ -201,11 +211,71 @@ class RunProgress(google.protobuf.message.Message):
         started_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         stalls: collections.abc.Iterable[Global___Stall] | None = ...,
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
+        disk: Global___DiskOutlook | None = ...,
+        set_aside: collections.abc.Iterable[Global___SetAsideRecords] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["at", b"at", "started_at", b"started_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["at", b"at", "disk", b"disk", "started_at", b"started_at"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "disk", b"disk", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "set_aside", b"set_aside", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
 
 Global___RunProgress: typing_extensions.TypeAlias = RunProgress
+
+@typing.final
+class DiskOutlook(google.protobuf.message.Message):
+    """How full a disk is, and will be."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    RUN_BYTES_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    FULL_IN_S_FIELD_NUMBER: builtins.int
+    free_bytes: builtins.int
+    """Bytes that may still be written."""
+    run_bytes: builtins.int
+    """Bytes of the run's directory."""
+    bytes_per_s: builtins.float
+    """Growth over the last half hour."""
+    full_in_s: builtins.float
+    """Seconds until orchestrator.min_free_bytes is reached at this growth; unset while the disk does not fill."""
+    def __init__(
+        self,
+        *,
+        free_bytes: builtins.int = ...,
+        run_bytes: builtins.int = ...,
+        bytes_per_s: builtins.float = ...,
+        full_in_s: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_full_in_s", b"_full_in_s", "full_in_s", b"full_in_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_full_in_s", b"_full_in_s", "bytes_per_s", b"bytes_per_s", "free_bytes", b"free_bytes", "full_in_s", b"full_in_s", "run_bytes", b"run_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_full_in_s", b"_full_in_s"]) -> typing.Literal["full_in_s"] | None: ...
+
+Global___DiskOutlook: typing_extensions.TypeAlias = DiskOutlook
+
+@typing.final
+class SetAsideRecords(google.protobuf.message.Message):
+    """Records of the journal that are set aside."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """Their kind, such as "trajectories"."""
+    reason: builtins.str
+    """Why: damaged, unreadable, refused or orphaned (docs/journal.md)."""
+    count: builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        reason: builtins.str = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "kind", b"kind", "reason", b"reason"]) -> None: ...
+
+Global___SetAsideRecords: typing_extensions.TypeAlias = SetAsideRecords
 
 @typing.final
 class Stall(google.protobuf.message.Message):

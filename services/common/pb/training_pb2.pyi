@@ -51,6 +51,7 @@ class JoinTrainingRequest(google.protobuf.message.Message):
     RECOVERED_VERSION_FIELD_NUMBER: builtins.int
     NUM_RANKS_FIELD_NUMBER: builtins.int
     LABELS_FIELD_NUMBER: builtins.int
+    KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
@@ -66,6 +67,12 @@ class JoinTrainingRequest(google.protobuf.message.Message):
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Facts for people."""
 
+    @property
+    def kept_checkpoint_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Steps of the durable checkpoints that it can start from, ascending; none while there is none. Recorded batches after
+        the oldest are kept, so that a trainer whose newest checkpoint is damaged can begin at the one before.
+        """
+
     def __init__(
         self,
         *,
@@ -74,9 +81,10 @@ class JoinTrainingRequest(google.protobuf.message.Message):
         recovered_version: builtins.int = ...,
         num_ranks: builtins.int = ...,
         labels: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
         vocab_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "labels", b"labels", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "labels", b"labels", "num_ranks", b"num_ranks", "policy", b"policy", "recovered_version", b"recovered_version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___JoinTrainingRequest: typing_extensions.TypeAlias = JoinTrainingRequest
 
@@ -250,6 +258,7 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
+    KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
     incarnation: builtins.str
@@ -259,7 +268,7 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     state: builtins.str
     """waiting_for_batch, training, publishing, checkpointing, replaying or paused."""
     checkpoint_step: builtins.int
-    """The step of the newest durable checkpoint; recorded batches after it are kept."""
+    """The step of the newest durable checkpoint."""
     rank: builtins.int
     """The rank that reports, from 0. Only rank 0 renews the lease and says step and state; the others, with an incarnation
     of their own, say where their time goes.
@@ -276,6 +285,12 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[services.common.pb.account_pb2.PeerState]:
         """What it depends on, as it sees it."""
 
+    @property
+    def kept_checkpoint_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Steps of the durable checkpoints that it can start from, ascending; none while there is none. Recorded batches after
+        the oldest are kept, so that a trainer whose newest checkpoint is damaged can begin at the one before.
+        """
+
     def __init__(
         self,
         *,
@@ -288,8 +303,9 @@ class ReportTrainerRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
+        kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "gauges", b"gauges", "incarnation", b"incarnation", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "gauges", b"gauges", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
 
 Global___ReportTrainerRequest: typing_extensions.TypeAlias = ReportTrainerRequest
 
@@ -527,6 +543,7 @@ class PublishVersionRequest(google.protobuf.message.Message):
     COMPUTE_INTERVALS_FIELD_NUMBER: builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: builtins.int
     FINISHED_AT_FIELD_NUMBER: builtins.int
+    KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """The trainer's incarnation."""
     checkpoint_step: builtins.int
@@ -547,6 +564,12 @@ class PublishVersionRequest(google.protobuf.message.Message):
     def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the training step ended."""
 
+    @property
+    def kept_checkpoint_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Steps of the durable checkpoints that it can start from, ascending; none while there is none. Recorded batches after
+        the oldest are kept, so that a trainer whose newest checkpoint is damaged can begin at the one before.
+        """
+
     def __init__(
         self,
         *,
@@ -556,9 +579,10 @@ class PublishVersionRequest(google.protobuf.message.Message):
         compute_intervals: collections.abc.Iterable[services.common.pb.pool_pb2.Interval] | None = ...,
         checkpoint_step: builtins.int = ...,
         finished_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["finished_at", b"finished_at", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_step", b"checkpoint_step", "compute_intervals", b"compute_intervals", "finished_at", b"finished_at", "incarnation", b"incarnation", "metrics", b"metrics", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_step", b"checkpoint_step", "compute_intervals", b"compute_intervals", "finished_at", b"finished_at", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "metrics", b"metrics", "version", b"version"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError
+from services.common.peers import peer_of_grpc
 from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
 from services.common.rpc.limits import Limit, limit_of
 from services.common.rpc.rates import Rates
@@ -24,10 +25,10 @@ Parse = Callable[[bytes], Any]
 
 
 def peer_of(context: Context) -> str:
-    """The caller at its host; of one that nobody vouches for, its connection is all that is known."""
-    connection, known = str(context.peer()), caller.get()
+    """The caller at its host; without keys, its host. Never its connection: each new one would have new limits."""
+    host, known = peer_of_grpc(str(context.peer())), caller.get()
     # By host: the replicas of a run may share keys, and one machine of them shall not use up what another may.
-    return connection if known is None else f"{known.name}@{connection.rpartition(':')[0]}"
+    return host if known is None else f"{known.name}@{host}"
 
 
 class RateInterceptor(CallInterceptor):

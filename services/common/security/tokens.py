@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import jwt
 
-from services.common.errors import UnauthenticatedError
+from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security.roles import Role
 from services.common.security.times import LEEWAY_S, check_times
 
 TOKEN_BYTES = 4096  # a longer one is refused unread
+LONGEST_S = 10 * 366 * 86_400.0  # between a token's times; it cannot be revoked, so it must end
+_LAST = 253_402_300_799  # 9999-12-31 23:59:59 UTC: what is beyond is no time
 
 _ISSUER = "millrace"
 _ALGORITHM = "ES256"
@@ -32,7 +34,9 @@ class Claims:
 
 
 def mint(key: bytes, run: str, role: Role, now: float, hours: float) -> str:
-    """A new token; ``key`` is the run's private token key, PEM."""
+    """A new token; ``key`` is the run's private token key, PEM. Raises ``ConfigError`` for one that nobody would take."""
+    if not 0 <= hours * 3600 <= LONGEST_S:
+        raise ConfigError(f"a token for {hours:g} hours is not taken anywhere: at most {LONGEST_S / 3600:.0f} hours")
     claims = {
         "iss": _ISSUER,
         "run": run,
@@ -79,12 +83,15 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
                 "verify_nbf": False,
             },
         )
+        issued_at, ends_at = _moment(said["iat"]), _moment(said["exp"])
+        if not 0 <= ends_at - issued_at <= LONGEST_S:
+            raise ValueError("it ends before it begins, or later than any token does")
         return Claims(
-            run=str(said["run"]),
+            run=_text(said["run"]),
             role=Role(said["role"]),
-            issued_at=float(said["iat"]),
-            ends_at=float(said["exp"]),
-            token_id=str(said["jti"]),
+            issued_at=issued_at,
+            ends_at=ends_at,
+            token_id=_text(said["jti"]),
         )
     except jwt.InvalidSignatureError:
         raise UnauthenticatedError(
@@ -94,3 +101,16 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
         raise UnauthenticatedError(
             "this is no run token: take the file `token` of a directory of `millrace keys`", why="malformed"
         ) from None
+
+
+def _moment(said: object) -> float:
+    """Whole seconds since the epoch, as ``mint`` writes them. Infinity would never end, and true is no time."""
+    if type(said) is not int or not 0 <= said <= _LAST:
+        raise ValueError("a time of the token is no whole number of seconds")
+    return float(said)
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str):
+        raise ValueError("a name in the token is no text")
+    return said

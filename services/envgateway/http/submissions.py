@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, MillraceError
 from services.envgateway.http.schema import SHOWN_CHARACTERS, Outcome, Reason, Submission
+from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (
     Comparison,
     ComparisonMode,
@@ -23,6 +24,7 @@ from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
 
+_STRIPPED = Comparison(mode=ComparisonMode.STRIPPED)
 _IN_FLIGHT = 256  # of one batch; the others wait here, so that one batch does not fill the queue
 _RETRY_S = 1.0
 _OUTPUT_MARGIN = 4096  # a program may print more than expected, and be seen to
@@ -89,7 +91,7 @@ class Submissions:
                 code=submission.solution,
                 language=submission.type,
                 tests=StdinTests(cases=(StdinCase(stdin=stdin, expected=expected),)),
-                comparison=Comparison(mode=ComparisonMode.STRIPPED),
+                comparison=_STRIPPED,
                 lane=lane,
             )
             return _judged(await self._in_time(request, lane, end))
@@ -127,7 +129,7 @@ def _executed(result: ExecutionResult, expected: str | None) -> Outcome:
     stdout = result.stdout.decode(errors="replace")
     ran = result.status is ExecutionStatus.OK
     return Outcome(
-        success=ran and (expected is None or stdout.strip() == expected.strip()),
+        success=ran and (expected is None or not difference(expected, result.stdout, _STRIPPED)),
         run_success=ran,
         cost=result.wall_s,
         stdout=stdout[:SHOWN_CHARACTERS],
@@ -138,7 +140,8 @@ def _executed(result: ExecutionResult, expected: str | None) -> Outcome:
 
 def _judged(result: JudgeResult) -> Outcome:
     if not result.cases:
-        status = ExecutionStatus(result.verdict.value)
+        invalid = result.verdict is Verdict.INVALID_TESTS
+        status = ExecutionStatus.INVALID_REQUEST if invalid else ExecutionStatus(result.verdict.value)
         return Outcome(stderr=result.detail, reason=_REASON.get(status, Reason.NONE))
     [case] = result.cases
     wrong = case.verdict is Verdict.WRONG_ANSWER

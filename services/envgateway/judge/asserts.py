@@ -12,17 +12,16 @@ of which every assert has such a shape become ``DirectAssert``s; any others run 
 from __future__ import annotations
 
 import ast
-import builtins
 import enum
 import functools
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.assert_tests import TestNames, names_of, parsed
 from services.envgateway.judge.literals import NotLiteralError, tree_of
 from services.envgateway.judge.records import AssertTests
 from services.envgateway.judge.values import ValueRule, distance, equal, shown, truth
 
-_LARGEST_TESTS = 1 << 20
 _STRICT = ValueRule(strict=True)
 
 
@@ -65,8 +64,9 @@ class DirectAssert:
         return f"expected {wanted}, got {shown(actual)}"
 
 
-class UnreadableTestsError(ValueError):
-    """Tests that are no Python, or of which nobody can say what they test."""
+def names(tests: AssertTests) -> TestNames:
+    """What the names of the tests stand for; raises ``UnusableTestsError``."""
+    return names_of(tests.tests, tests.entry_point, tests.preamble, tests.names)
 
 
 @functools.lru_cache(maxsize=512)  # a task's tests come again with every completion
@@ -74,12 +74,11 @@ def read(tests: AssertTests) -> tuple[DirectAssert, ...] | None:
     """The calls, or None when the tests have to be run to know them.
 
     Raises:
-        UnreadableTestsError: see there.
+        UnusableTestsError: tests that cannot judge any program.
     """
-    tree = _parsed(tests)
-    entry_point = tests.entry_point or _entry_point(tree)
+    meant = names(tests)
     try:
-        cases = tuple(_Reader(entry_point, _defined(tree)).read(tree.body))
+        cases = tuple(_Reader(meant).read(parsed(tests.tests).body))
     except NotLiteralError:
         return None
     return cases or None
@@ -87,45 +86,12 @@ def read(tests: AssertTests) -> tuple[DirectAssert, ...] | None:
 
 def num_asserts(tests: AssertTests) -> int:
     """How many asserts the text has."""
-    return sum(isinstance(node, ast.Assert) for node in ast.walk(_parsed(tests)))
-
-
-@functools.lru_cache(maxsize=64)
-def _parsed(tests: AssertTests) -> ast.Module:
-    if len(tests.tests) > _LARGEST_TESTS:
-        raise UnreadableTestsError(f"the tests have more than {_LARGEST_TESTS} characters")
-    try:
-        return ast.parse(tests.tests)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnreadableTestsError(f"the tests are no Python: {error}") from None
-
-
-def _entry_point(tree: ast.Module) -> str:
-    """What the tests themselves pass to ``check``."""
-    for node in tree.body:
-        match node:
-            case ast.Expr(value=ast.Call(func=ast.Name(id="check"), args=[argument])):
-                return ast.unparse(argument)
-    if any(isinstance(node, ast.Name) and node.id == "candidate" for node in ast.walk(tree)):
-        raise UnreadableTestsError("nothing says what candidate is: give an entry_point")
-    return ""
-
-
-def _defined(tree: ast.Module) -> frozenset[str]:
-    """Names that mean something of the tests' own."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return frozenset(names)
+    return sum(isinstance(node, ast.Assert) for node in ast.walk(parsed(tests.tests)))
 
 
 class _Reader:
-    def __init__(self, entry_point: str, defined: frozenset[str]) -> None:
-        self._entry_point = entry_point
-        self._defined = defined
+    def __init__(self, names: TestNames) -> None:
+        self._names = names
 
     def read(self, statements: list[ast.stmt]) -> list[DirectAssert]:
         cases: list[DirectAssert] = []
@@ -178,7 +144,7 @@ class _Reader:
         if any(keyword.arg is None for keyword in call.keywords):
             raise NotLiteralError("keyword arguments from a dict")
         return DirectAssert(
-            entry_point=self._entry_point if entry_point == "candidate" else entry_point,
+            entry_point=self._names.entry_point if entry_point in self._names.aliases else entry_point,
             args=["t", *map(tree_of, call.args)],
             kwargs=["d", *(part for keyword in call.keywords for part in (keyword.arg, tree_of(keyword.value)))],
             relation=relation,
@@ -187,16 +153,12 @@ class _Reader:
         )
 
     def _is_program(self, node: ast.expr) -> bool:
-        """A call of the program's: by ``candidate``, its entry point, or a name that is nobody else's."""
+        """A call of the program's: by ``candidate``, or by a name that is the program's."""
         if not isinstance(node, ast.Call):
             return False
         match node.func:
             case ast.Name(id=name):
-                own = name in ("candidate", self._entry_point)
-                return own or (name not in self._defined and not hasattr(builtins, name) and name not in _HELPERS)
+                return name in self._names.aliases or name in self._names.remote
             case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):
-                return name not in self._defined and not hasattr(builtins, name)
+                return name in self._names.remote
         return False
-
-
-_HELPERS = ("list_node", "tree_node", "is_same_list", "is_same_tree")

@@ -48,7 +48,10 @@ def value_rule(comparison: Comparison) -> ValueRule:
 def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
     """What differs, for people; empty when the rule is satisfied."""
     mode = comparison.mode or ComparisonMode.LINES
-    wanted = expected.encode()
+    try:
+        wanted = expected.encode()
+    except UnicodeEncodeError:  # a lone surrogate: no bytes stand for it
+        return "the expected output is no text"
     if mode is ComparisonMode.EXACT:
         return "" if wanted == printed else _first_difference([wanted], [printed], "output")
     wanted, printed = wanted.replace(b"\r\n", b"\n"), printed.replace(b"\r\n", b"\n")

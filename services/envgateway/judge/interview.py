@@ -15,8 +15,10 @@ import json
 import secrets
 import struct
 import time
+from dataclasses import replace
 from typing import Any
 
+from services.common.assert_tests import TestNames, completed
 from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, Verdict
 from services.envgateway.judge.results import case_result
 from services.envgateway.sandbox.bare.places import COMPANION
@@ -65,28 +67,36 @@ def _framed(data: bytes) -> bytes:
 class Interview:
     """One request. ``run`` gives its cases; every process that it started has been told to end when it returns."""
 
-    def __init__(self, slot: SlotLease, request: JudgeRequest, tests: AssertTests, num_asserts: int) -> None:
+    def __init__(
+        self, slot: SlotLease, request: JudgeRequest, tests: AssertTests, names: TestNames, num_asserts: int
+    ) -> None:
         self._slot = slot
         self._request = request
         self._tests = tests
         self._limits = request.limits.within(slot.config)
-        self._with_prelude = "Solution(" in tests.entry_point + tests.tests
+        self._names = names
+        self._num_calls = 0
+        self._unusable = ""
         self._factor = max(1, min(num_asserts, _MOST_LIMITS))
         self._program: SubmittedRun | None = None
         self._frames: _Frames | None = None
         self._died: ExecutionResult | None = None  # the program's end, in the case that is being asked
         self._case_time_s = 0.0
+        self._has_answered = False  # the program, in any way
 
     async def run(self) -> list[CaseResult] | str:
-        """The cases, or why the tests cannot be run."""
+        """The cases, or why the tests cannot judge: what they do before they have called the program is their own fault."""
         nonce = secrets.token_hex(16)
         source = json.dumps(
             {
                 "tests": self._tests.tests,
-                "preamble": self._tests.preamble,
-                "entry_point": self._tests.entry_point,
+                "preamble": completed(self._tests.preamble),
+                "entry_point": self._names.entry_point,
+                "remote": sorted(self._names.remote),
+                "aliases": sorted(self._names.aliases),
+                "supplied": self._names.supplied,
                 "nonce": nonce,
-                "prelude": self._with_prelude,
+                "prelude": self._names.has_prelude,
             }
         ).encode()
         job = Job(
@@ -106,6 +116,8 @@ class Interview:
                 run.cancel()
         for run in runs:  # an answer is given when both slots are empty
             await self._slot.wait(run, float(job.limits["wall_s"]))
+        if self._unusable:
+            return self._unusable
         return cases if complete else self._unfinished(cases, checker.result.result())
 
     async def _listen(self, checker: SubmittedRun, nonce: str) -> tuple[list[CaseResult], bool]:
@@ -115,13 +127,22 @@ class Interview:
             message = _parsed(frame)
             if message is None:
                 break
+            if "unusable" in message:
+                self._unusable = str(message["unusable"])
+                return cases, True
             if "call" in message:
+                self._num_calls += 1
                 checker.say(_framed(await self._call(message["call"])))
             elif "done" in message:
                 return cases, bool(message["done"] == nonce and message["cases"] == len(cases))
             else:
-                cases.append(self._case(message))
-                if self._request.stop_early and cases[-1].verdict is not Verdict.OK:
+                case = self._case(message)
+                if case.index < len(cases):  # told again: the first failure counts
+                    if cases[case.index].verdict is Verdict.OK:
+                        cases[case.index] = case
+                else:
+                    cases.append(case)
+                if self._request.stop_early and case.verdict is not Verdict.OK:
                     return cases, True
         return cases, False
 
@@ -156,6 +177,7 @@ class Interview:
                 return await self._end_program(overdue=True)
             finally:
                 self._case_time_s += time.monotonic() - started
+            self._has_answered = True
             return _REPLY + reply if reply is not None else await self._end_program()
         except asyncio.CancelledError:
             if self._program is not None:
@@ -164,7 +186,7 @@ class Interview:
 
     async def _start_program(self) -> None:
         source = self._request.code.encode()
-        settings = json.dumps({"prelude": self._with_prelude}).encode()
+        settings = json.dumps({"prelude": self._names.has_prelude}).encode()
         job = Job(
             mode="session",
             profile=profile_of(source),
@@ -183,7 +205,9 @@ class Interview:
         program.cancel()
         result = await self._slot.wait(program, float(self._all_limits()["wall_s"]))
         if overdue:
-            result = _overdue(result)
+            result = _ended_by_us(result, ExecutionStatus.TIME_LIMIT, "wall time")
+        else:
+            result = _ended_by_us(result, ExecutionStatus.OUTPUT_LIMIT, "an answer that is too large, or no answer")
         self._died = result
         return _DIED + result.status.value.encode()
 
@@ -191,17 +215,27 @@ class Interview:
 
     def _all_limits(self, extra: float = 1.0) -> dict[str, float | int]:
         limits = dict(self._limits)
+        longest = max(self._slot.config.judging_time_s, float(limits["wall_s"]))
         for name in ("wall_s", "cpu_s"):
-            limits[name] = limits[name] * self._factor * extra
+            limits[name] = min(limits[name] * self._factor * extra, longest)
         limits["answer_bytes"] = limits["answer_bytes"] * _MOST_ANSWERS
         return limits
 
     def _unfinished(self, cases: list[CaseResult], result: ExecutionResult) -> list[CaseResult] | str:
-        """The checker ended before the tests did: too slow, too large, or tests that are no program."""
-        if result.status in (ExecutionStatus.COMPILE_ERROR, ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.OK):
+        """The checker ended before the tests did: too slow, too large, or tests that are no program.
+
+        What a program's values lead to is put down to the program: else it would have its sample drawn again by them.
+        """
+        if self._has_answered and (result.signal is not None or result.status is ExecutionStatus.CANCELLED):
+            result = _ended_by_us(result, ExecutionStatus.OUTPUT_LIMIT, "too much came of the program's answers")
+            return [*cases, case_result(len(cases), result, detail=f"in the tests: {result.detail}")]
+        ended = result.status in (ExecutionStatus.COMPILE_ERROR, ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.OK)
+        failed = result.status in (ExecutionStatus.CANCELLED, ExecutionStatus.INFRA_ERROR)
+        if not self._num_calls and not failed:
             said = result.stderr.decode(errors="replace").strip().splitlines()
-            return f"the tests do not run: {said[-1] if said else 'they end by themselves'}"
-        verdict = None if result.status is not ExecutionStatus.CANCELLED else Verdict.INFRA_ERROR
+            why = (said[-1] if said else "they end by themselves") if ended else result.detail or result.status.value
+            return f"the tests do not run: {why}"
+        verdict = Verdict.INFRA_ERROR if failed else Verdict.WRONG_ANSWER if ended else None
         return [*cases, case_result(len(cases), result, verdict, f"in the tests: {result.detail}")]
 
 
@@ -211,13 +245,10 @@ def _parsed(frame: bytes) -> dict[str, Any] | None:
         message = json.loads(frame)
     except ValueError:
         return None
-    known = isinstance(message, dict) and any(name in message for name in ("call", "case", "done"))
+    known = isinstance(message, dict) and any(name in message for name in ("call", "case", "done", "unusable"))
     return message if known else None
 
 
-def _overdue(result: ExecutionResult) -> ExecutionResult:
-    """We ended it because its case took too long; an end of its own, a moment before, stands."""
-    if result.status is not ExecutionStatus.CANCELLED:
-        return result
-    fields: dict[str, Any] = {name: getattr(result, name) for name in ExecutionResult.__slots__}
-    return ExecutionResult(**{**fields, "status": ExecutionStatus.TIME_LIMIT, "detail": "wall time"})
+def _ended_by_us(result: ExecutionResult, status: ExecutionStatus, detail: str) -> ExecutionResult:
+    """We ended it, for this reason; an end of its own, a moment before, stands."""
+    return replace(result, status=status, detail=detail) if result.status is ExecutionStatus.CANCELLED else result

@@ -17,7 +17,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from services.envgateway.judge.asserts import DirectAssert, UnreadableTestsError, num_asserts, read
+from services.common.assert_tests import UnusableTestsError
+from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
 from services.envgateway.judge.compare import VALUE_MODES, difference, value_rule
 from services.envgateway.judge.interview import Interview
 from services.envgateway.judge.records import (
@@ -31,7 +32,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Verdict,
 )
-from services.envgateway.judge.results import RETRYABLE, case_result, refused, whole_result
+from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
 from services.envgateway.judge.values import equal, shown
 from services.envgateway.sandbox.bare import plain
 from services.envgateway.sandbox.connection import SubmittedRun
@@ -44,6 +45,9 @@ from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
 MAX_CASES = 10_000
 _FRAME = struct.Struct("!I")
 _SLOW_TO_COMPARE = 1 << 16  # bytes from which comparing leaves the event loop
+
+# What a program can make of the frame that its harness should write: nothing of it is a failure of ours.
+_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Wrong = Callable[[Any], str]  # what is wrong with the tree of a returned value; empty when nothing is
 
@@ -62,11 +66,13 @@ class Judge:
         """
         direct: tuple[DirectAssert, ...] | None = None
         wrong = _why_refused(request)
+        if not wrong and (broken := _why_unusable_tests(request)):
+            return unusable(request, broken, self._sandbox.tier)
         if not wrong and isinstance(request.tests, AssertTests):
             try:
                 direct = await asyncio.to_thread(read, request.tests)
-            except UnreadableTestsError as error:
-                wrong = str(error)
+            except UnusableTestsError as error:
+                return unusable(request, str(error), self._sandbox.tier)
         if wrong:
             return refused(request, wrong, self._sandbox.tier)
         async with self._sandbox.lease(queue_timeout_s, patient=request.lane is Lane.BATCH) as slot:
@@ -83,6 +89,7 @@ class _Judgement:
         self._limits = request.limits.within(slot.config)
         self._source = request.code.encode()
         self._profile = profile_of(self._source)
+        self._spent_s = 0.0  # of the slot's time, by the program
 
     async def run(self, direct: tuple[DirectAssert, ...] | None) -> JudgeResult:
         match self._request.tests:
@@ -108,10 +115,14 @@ class _Judgement:
                 return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
 
     async def _all(self, cases: list[Callable[[int], Awaitable[CaseResult]]]) -> JudgeResult:
-        """Each case on its own; what does not even compile is not tried again."""
+        """Each case on its own, until they have taken too long together; what does not even compile is not tried again."""
         results: list[CaseResult] = []
+        longest_s = self._slot.config.judging_time_s
         for index, judge_case in enumerate(cases):
-            if results and results[-1].verdict is Verdict.COMPILE_ERROR:
+            if self._spent_s >= longest_s:
+                detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
+                results.append(CaseResult(index=index, verdict=Verdict.TIME_LIMIT, detail=detail))
+            elif results and results[-1].verdict is Verdict.COMPILE_ERROR:
                 results.append(_again(results[-1], index))
             else:
                 results.append(await judge_case(index))
@@ -122,7 +133,10 @@ class _Judgement:
     async def _run(self, job: Job) -> SubmittedRun:
         """Once more when the machinery failed: the program has no part in it."""
         run = await self._slot.run(job)
-        return await self._slot.run(job) if run.result.result().status in RETRYABLE else run
+        if run.result.result().status in RETRYABLE:
+            run = await self._slot.run(job)
+        self._spent_s += run.result.result().slot_s
+        return run
 
     # -- programs -------------------------------------------------------------------------------------------------
 
@@ -165,8 +179,8 @@ class _Judgement:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> Callable[[int], Awaitable[CaseResult]]:
-        payload = {"entry_point": entry_point, "args": args, "kwargs": kwargs,
-                   "prelude": entry_point.startswith("Solution")}  # fmt: skip
+        has_prelude = entry_point.startswith("Solution") or b"class Solution" in self._source
+        payload = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
         job = Job(
             mode="call",
             profile=self._profile,
@@ -191,13 +205,15 @@ class _Judgement:
     # -- tests that have to be run ----------------------------------------------------------------------------------
 
     async def _interview(self, tests: AssertTests) -> JudgeResult:
-        entry_point = tests.entry_point
+        meant = names(tests)
         expected = max(1, num_asserts(tests))
-        cases = await Interview(self._slot, self._request, tests, expected).run()
+        cases = await Interview(self._slot, self._request, tests, meant, expected).run()
         if isinstance(cases, str):
-            return refused(self._request, cases, self._tier)
+            return unusable(self._request, cases, self._tier)
         if not cases:
-            return refused(self._request, f"the tests of {entry_point or 'the program'} test nothing", self._tier)
+            return unusable(
+                self._request, f"the tests of {meant.entry_point or 'the program'} test nothing", self._tier
+            )
         stopped = self._request.stop_early and cases[-1].verdict is not Verdict.OK
         return whole_result(self._request, cases, max(expected, len(cases)) if stopped else len(cases), self._tier)
 
@@ -212,10 +228,20 @@ def _why_refused(request: JudgeRequest) -> str:
     if request.language == "cpp" and not isinstance(tests, StdinTests):
         return "C++ programs are judged by stdin and stdout only"
     mode = request.comparison.mode
-    if isinstance(tests, AssertTests):
-        return _why_no_text([tests.tests, tests.preamble, tests.entry_point])
-    if mode is not None and (mode in VALUE_MODES) is not isinstance(tests, CallTests):
+    if (
+        not isinstance(tests, AssertTests)
+        and mode is not None
+        and (mode in VALUE_MODES) is not isinstance(tests, CallTests)
+    ):
         return f"comparison {mode.value!r} does not suit these tests"
+    return ""
+
+
+def _why_unusable_tests(request: JudgeRequest) -> str:
+    """Why no program can be judged by these tests; for asserts their text has to be read."""
+    tests = request.tests
+    if isinstance(tests, AssertTests):
+        return ""
     if not tests.cases:
         return "there are no cases"
     if len(tests.cases) > MAX_CASES:
@@ -246,8 +272,8 @@ def _framed_value(answer: bytes) -> bytes | None:
 def _judged_value(value: bytes, wrong: Wrong) -> str:
     try:
         return wrong(plain.parse(value))
-    except ValueError as error:
-        return f"the returned value is no data: {error}"
+    except _NO_DATA as error:
+        return f"the returned value is no data: {error!r}"
 
 
 async def _aside(size: int, function: Callable[..., str], *arguments: Any) -> str:

@@ -16,7 +16,7 @@ from services.envgateway.sandbox.records import ExecutionLimits
 
 
 class Verdict(enum.StrEnum):
-    """Of a case or a whole request. INFRA_ERROR and CANCELLED say nothing about the program."""
+    """Of a case or a whole request. INVALID_TESTS, INFRA_ERROR and CANCELLED say nothing about the program."""
 
     OK = "OK"
     WRONG_ANSWER = "WRONG_ANSWER"
@@ -26,13 +26,14 @@ class Verdict(enum.StrEnum):
     MEMORY_LIMIT = "MEMORY_LIMIT"
     OUTPUT_LIMIT = "OUTPUT_LIMIT"
     INVALID_REQUEST = "INVALID_REQUEST"
+    INVALID_TESTS = "INVALID_TESTS"  # the tests can judge no program
     CANCELLED = "CANCELLED"
     INFRA_ERROR = "INFRA_ERROR"
 
     @property
     def is_about_the_program(self) -> bool:
-        """False for what is retried and never becomes a reward."""
-        return self not in (Verdict.INFRA_ERROR, Verdict.CANCELLED)
+        """False for what never becomes a reward."""
+        return self not in (Verdict.INFRA_ERROR, Verdict.CANCELLED, Verdict.INVALID_TESTS)
 
 
 class Lane(enum.StrEnum):
@@ -112,12 +113,14 @@ class AssertTests:
     """Test code: bare asserts, or a ``check(candidate)`` that it calls or leaves to be called.
 
     ``preamble`` is trusted code that the tests may use, such as the task's own prompt. The program never sees either:
-    the tests run in an interpreter of their own and call the program from there.
+    the tests run in an interpreter of their own and call the program from there. Only the entry point and ``names`` are
+    calls into the program (``services.common.assert_tests``).
     """
 
     tests: str
-    entry_point: str = ""  # what ``candidate`` is; read from the tests' own call of check where it has one
+    entry_point: str = ""  # what ``candidate`` is; read from the tests where they say it
     preamble: str = ""
+    names: tuple[str, ...] = ()  # what else the program defines and the tests use
 
 
 Tests: TypeAlias = StdinTests | CallTests | AssertTests
@@ -202,7 +205,8 @@ class CaseResult:
 class JudgeResult:
     """``verdict`` is OK when every case is, else that of the first case that is not.
 
-    With ``stop_early`` the cases after the first failure are missing; otherwise every case is there.
+    With ``stop_early`` the cases after the first failure are missing; otherwise every case is there. Those after the one in
+    which ``sandbox.judging_time_s`` was over are TIME_LIMIT, and were not run.
     """
 
     verdict: Verdict
@@ -240,7 +244,13 @@ def _tests_to_json(tests: Tests) -> dict[str, Any]:
             [plain.to_tree(case.args), plain.to_tree(case.kwargs), plain.to_tree(case.expected)] for case in tests.cases
         ]
         return {"kind": "call", "entry_point": tests.entry_point, "cases": cases}
-    return {"kind": "assert", "tests": tests.tests, "entry_point": tests.entry_point, "preamble": tests.preamble}
+    return {
+        "kind": "assert",
+        "tests": tests.tests,
+        "entry_point": tests.entry_point,
+        "preamble": tests.preamble,
+        "names": list(tests.names),
+    }
 
 
 def _tests_from_json(data: dict[str, Any]) -> Tests:
@@ -258,6 +268,11 @@ def _tests_from_json(data: dict[str, Any]) -> Tests:
                 ),
             )
         case "assert":
-            return AssertTests(tests=data["tests"], entry_point=data["entry_point"], preamble=data["preamble"])
+            return AssertTests(
+                tests=data["tests"],
+                entry_point=data["entry_point"],
+                preamble=data["preamble"],
+                names=tuple(data["names"]),
+            )
         case other:
             raise InvalidRequestError(f"tests of kind {other!r}; there are stdin, call and assert")

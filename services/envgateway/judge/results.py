@@ -57,3 +57,8 @@ def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: 
 def refused(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
     """A request that cannot be judged as it is."""
     return JudgeResult(verdict=Verdict.INVALID_REQUEST, detail=detail, tier=tier, request_id=request.request_id)
+
+
+def unusable(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
+    """Tests that can judge no program: nothing is said about this one."""
+    return JudgeResult(verdict=Verdict.INVALID_TESTS, detail=detail, tier=tier, request_id=request.request_id)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 Tree: TypeAlias = Any
-_Number: TypeAlias = int | float | complex
+_Number: TypeAlias = int | float | complex | Fraction
 _SHOWN_CHARS = 200
-_BRACKETS = {"l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
+_LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
+_LARGEST_RANGE = 1_000_000
+_BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
 _NO_TREE = (RecursionError, ValueError, OverflowError, IndexError, TypeError)  # what a stranger's tree may lead to
 
 
@@ -34,6 +38,8 @@ class ValueRule:
 def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
     """Whether two trees stand for equal values; False for what is no tree."""
     try:
+        if rule.unordered:
+            expected, actual = _listed(expected), _listed(actual)
         if rule.unordered and _is_sequence(expected) and _is_sequence(actual):
             return _same_multiset(expected[1:], actual[1:], rule)
         return _equal(expected, actual, rule)
@@ -49,6 +55,10 @@ def truth(tree: Tree) -> bool | None:
         number = _number(tree)
         if number is not None:
             return bool(number)
+        if tree[0] == "r":
+            return bool(_listed(tree)[1:])
+        if tree[0] == "n":  # an array of one value is as true as this; others are neither
+            return truth(tree[3]) if len(tree) == 4 else None
         if tree[0] == "b":
             return bool(tree[1])
         return None if tree[0] not in _BRACKETS else len(tree) > 1
@@ -99,7 +109,9 @@ def _show(tree: Tree, parts: list[str]) -> None:
 def _shown_leaf(leaf: list[Any]) -> str:
     number = _number(leaf)
     if number is None:
-        return f"<{leaf[1]}>"
+        return f"<{leaf[1]}>" if leaf[0] not in ("r", "n") else {"r": "range", "n": "array"}[leaf[0]] + f"({leaf[1:]})"
+    if isinstance(number, Fraction):
+        return str(leaf[1:])
     return repr(number) if not isinstance(number, int) else f"{leaf[1][:_SHOWN_CHARS]}"
 
 
@@ -119,7 +131,48 @@ def _number(tree: Tree) -> _Number | None:
             return float.fromhex(tree[1])
         if tree[0] == "c":
             return complex(float.fromhex(tree[1]), float.fromhex(tree[2]))
+        if tree[0] == "F":
+            return Fraction(_whole(tree[1]), _whole(tree[2]))
+        if tree[0] == "D":
+            return _decimal(tree[1])
     return None
+
+
+def _whole(tree: Tree) -> int:
+    number = _number(tree)
+    if not isinstance(number, int):
+        raise ValueError("a fraction is of integers")
+    return number
+
+
+def _decimal(text: str) -> _Number:
+    number = Decimal(text[:_LONGEST_DECIMAL])
+    if number.is_finite() and (len(text) > _LONGEST_DECIMAL or abs(number.adjusted()) > _LARGEST_EXPONENT):
+        raise ValueError("a decimal that is too long to compare")
+    return Fraction(number) if number.is_finite() else float(number)
+
+
+def _listed(tree: Tree) -> Tree:
+    """A range, a deque or an array of numpy as the list of its values; any other tree as it is."""
+    if not isinstance(tree, list) or not tree:
+        return tree
+    if tree[0] == "q":
+        return ["l", *tree[1:]]
+    if tree[0] == "r":
+        values = range(*(_whole(part) for part in tree[1:]))
+        if len(values) > _LARGEST_RANGE:
+            raise ValueError("a range that is too long to compare")
+        return ["l", *values]
+    if tree[0] == "n":
+        return _nested([_whole(part) for part in tree[2][1:]], tree[3:])
+    return tree
+
+
+def _nested(shape: list[int], values: list[Any]) -> Tree:
+    if not shape:
+        return values[0]
+    step = len(values) // shape[0] if shape[0] else 0
+    return ["l", *(_nested(shape[1:], values[index * step : (index + 1) * step]) for index in range(shape[0]))]
 
 
 def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
@@ -128,11 +181,16 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
         return True
     if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
         return False
-    difference = abs(expected - actual)
+    exact = isinstance(expected, Fraction) or isinstance(actual, Fraction)
+    difference = abs(complex(expected) - complex(actual)) if exact else abs(expected - actual)
     return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected))
 
 
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
+    if not rule.strict:
+        a, b = _listed(a), _listed(b)
+    elif isinstance(b, list) and b[:1] == ["n"] and len(b) == 4:  # numpy compares part by part: here it is one
+        a, b = _only_value(a), b[3]
     first, second = _number(a), _number(b)
     if first is not None and second is not None:
         return close(first, second, rule.tolerance)
@@ -147,11 +205,19 @@ def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
         return set(map(key, a[1:])) == set(map(key, b[1:]))
     if kind != other:
         return False
-    if kind in ("L", "T"):
+    if kind in ("L", "T", "q"):
         return _all_equal(a, b, rule)
+    if kind == "r":
+        return range(*map(_whole, a[1:])) == range(*map(_whole, b[1:]))
     if kind == "d":
         return _equal_dicts(a, b, rule)
     return kind == "b" and bool(a[1] == b[1])
+
+
+def _only_value(tree: Tree) -> Tree:
+    while isinstance(tree, list) and len(tree) == 2 and tree[0] in ("l", "t"):
+        tree = tree[1]
+    return tree
 
 
 def _all_equal(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
@@ -161,7 +227,24 @@ def _all_equal(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
 def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
     first = {key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
     second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
+    if (
+        not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2])
+    ):  # JSON has text keys only, so it cannot say which are meant
+        first = {_json_key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
+        second = {_json_key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
+        if 2 * len(first) != len(a) - 1 or 2 * len(second) != len(b) - 1:
+            return False
     return first.keys() == second.keys() and all(_equal(value, second[k], rule) for k, value in first.items())
+
+
+def _json_key(tree: Tree) -> str:
+    """A key as JSON writes it: 1 and "1" are the same."""
+    if isinstance(tree, bool) or tree is None:
+        return {True: "true", False: "false", None: "null"}[tree]
+    number = _number(tree)
+    if isinstance(number, (int, float)):
+        return str(number)
+    return tree if isinstance(tree, str) else key(tree)
 
 
 def _same_multiset(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
@@ -178,6 +261,8 @@ def key(tree: Tree) -> str:
             raise ValueError("NaN equals nothing")
         if isinstance(number, complex):
             number = number.real if number.imag == 0 else number
+        if isinstance(number, Fraction):
+            number = number.numerator if number.denominator == 1 else _as_float(number)
         if isinstance(number, float) and number.is_integer():
             number = int(number)
         return hex(number) if isinstance(number, int) else repr(number)
@@ -190,6 +275,8 @@ def key(tree: Tree) -> str:
         return f"b'{parts[0]}'"
     if kind in ("o", "h"):
         raise ValueError("an object is no data")
+    if kind in ("r", "q", "n"):
+        return f"{kind}:" + key(_listed(tree))
     keys = [key(part) for part in parts]
     if kind in ("s", "z"):
         kind, keys = "s", sorted(set(keys))
@@ -198,3 +285,12 @@ def key(tree: Tree) -> str:
     elif kind == "t":
         kind = "l"
     return f"{kind}[{','.join(keys)}]"
+
+
+def _as_float(number: Fraction) -> float | Fraction:
+    """A float of the same value, where there is one."""
+    try:
+        near = float(number)
+    except OverflowError:
+        return number
+    return near if near == number else number

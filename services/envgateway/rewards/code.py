@@ -4,9 +4,10 @@ The program is the last fenced block, or the whole text when there is none. A ta
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
-    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code}
+    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
-Every case is run and reported on its own; the first that fails decides what is said. Machinery that failed is no reward.
+Every case is run and reported on its own; the first that fails decides what is said. Machinery that failed, and tests that
+can judge no program, are no reward.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
             )
         if tests["kind"] == "assert":
             return AssertTests(
-                tests=tests["tests"], entry_point=tests.get("entry_point", ""), preamble=tests.get("preamble", "")
+                tests=tests["tests"],
+                entry_point=tests.get("entry_point", ""),
+                preamble=tests.get("preamble", ""),
+                names=tuple(tests.get("names", ())),
             )
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRequestError(f"the task's tests are not as they should be: {error!r}") from None

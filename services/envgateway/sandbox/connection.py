@@ -131,4 +131,5 @@ def _result(head: dict[str, Any], stdout: bytes, stderr: bytes) -> ExecutionResu
         peak_memory_bytes=head["peak_memory_bytes"],
         tier=head["tier"],
         detail=head["detail"],
+        slot_s=head["slot_s"],
     )

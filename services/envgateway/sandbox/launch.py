@@ -96,6 +96,7 @@ class SupervisorLauncher:
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
             "fork_server_runs": self._config.fork_server_runs,
+            "memory_cgroup": self._config.memory_cgroup,
         }
         boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.main import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start

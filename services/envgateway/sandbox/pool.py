@@ -55,6 +55,7 @@ class SandboxPool:
         self._closed = False
         self.tier = supervisor.tier
         self._has_cpp = bool(supervisor.facts["cpp"])
+        self._memory_cgroup = int(supervisor.facts["memory_cgroup"])  # its version; 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
 
@@ -156,6 +157,7 @@ class SandboxPool:
         busy = self._config.num_slots - self._free + self._ahead
         return {
             "sandbox_busy_slots": float(min(busy, self._config.num_slots)),
+            "sandbox_memory_cgroup": float(self._memory_cgroup),
             "sandbox_queued": float(len(self._queue) + len(self._patient_queue)),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
@@ -253,6 +255,7 @@ class SandboxPool:
         self._last_start = time.monotonic()
         self._supervisor = await asyncio.to_thread(self._launcher.launch)
         self.tier = self._supervisor.tier
+        self._memory_cgroup = int(self._supervisor.facts["memory_cgroup"])
         self.counts["restarts"] += 1
         log.warning("sandbox.restarted", tier=self.tier)
 

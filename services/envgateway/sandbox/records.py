@@ -114,6 +114,7 @@ class ExecutionResult:
     peak_memory_bytes: int = 0
     tier: str = ""
     detail: str = ""  # for people: which limit, or what broke
+    slot_s: float = 0.0  # from the program's start until its slot was empty again
 
     def to_json(self) -> dict[str, Any]:
         data = {name: getattr(self, name) for name in self.__slots__}

@@ -73,7 +73,13 @@ class Core:
         kv_policy: KvPolicy,
         version: int,
         on_tokens: Callable[[int, float], None] | None = None,
+        alone: bool = False,
     ) -> None:
+        """``alone``: a request is computed by itself, from its first token, so that what it gets does not depend on what else
+        the engine computes or has computed; needs a table of one slot."""
+        if alone and table.num_slots != 1:
+            raise ValueError(f"alone needs a table of one slot, not of {table.num_slots}")
+        self._alone = alone
         self.decoder = decoder
         self.table = table
         self.version = version
@@ -186,6 +192,8 @@ class Core:
 
     def _admit(self) -> None:
         table = self.table
+        if self._alone:
+            table.forget()  # a prefix that an earlier request left was rounded in other shapes
         batch: list[Entry] = []
         num_tokens = 0
         room = table.num_slots - table.num_live

@@ -42,7 +42,8 @@ CONTROL_TIMEOUT_S = 300.0  # a control call waits at most for one prefill round 
 class TorchEngine:
     """One policy on one device. ``model`` is a loaded Hugging Face model; the engine owns it from here on.
 
-    ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time.
+    ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time. ``alone``, with
+    one slot: the same request gets the same bits, whatever else the engine computes (see ``Core``).
     """
 
     takes_forced_tokens: ClassVar[bool] = False
@@ -57,10 +58,11 @@ class TorchEngine:
         device: str = "cpu",
         version: int = 0,
         on_tokens: Callable[[int, float], None] | None = None,
+        alone: bool = False,
     ) -> None:
         decoder = Decoder(model, num_slots=num_slots, context_length=context_length, device=device)
         table = SlotTable(num_slots, context_length)
-        self._core = Core(decoder, table, kv_policy=kv_policy, version=version, on_tokens=on_tokens)
+        self._core = Core(decoder, table, kv_policy=kv_policy, version=version, on_tokens=on_tokens, alone=alone)
         self._num_slots = num_slots
         self._context_length = context_length
         self._changed = threading.Condition()

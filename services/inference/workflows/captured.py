@@ -174,7 +174,7 @@ class CapturedSession:
                 code="too_many_sequences",
             )
         policy = self.policies[ask.policy]
-        shown = [self._shown_in_prompt(message, policy) for message in messages]
+        shown = [shown_to_template(message) for message in messages]
         if ask.tools and not policy.chat.lists_tools:
             suffix = describe_tools(list(ask.tools))
             if shown[0]["role"] == "system":
@@ -195,11 +195,6 @@ class CapturedSession:
             messages=list(messages),
             number=len(siblings),
         )
-
-    def _shown_in_prompt(self, message: Message, policy: PolicyClient) -> Message:
-        """What a tool printed stays text, in a prompt as in a continuation."""
-        shown = shown_to_template(message)
-        return {**shown, "content": policy.chat.as_text(shown["content"])} if shown["role"] == "tool" else shown
 
     async def _speak(self, ask: Ask, thread: Thread, on_token: Callable[[int], None] | None) -> CapturedTurn:
         chat = self.policies[thread.policy].chat

@@ -15,6 +15,7 @@ import orjson
 
 from services.common.chat import Message
 from services.common.errors import InvalidRequestError
+from services.common.special_text import joined_parts
 from services.common.tool_calls import CLOSE, OPEN, MalformedCall, parse_json_call, split_calls
 
 _ROLES = {"developer": "system"}  # what newer clients call it
@@ -81,14 +82,7 @@ def _text_of(content: Any, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} must be text or a list of text parts")
-    parts = []
-    for part in content:
-        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise InvalidRequestError(f"{where} has a part that is no text; the policies read text alone")
-        parts.append(part["text"])
-    return "".join(parts)
+    return joined_parts(content, where)
 
 
 def _plain_call(call: Any, where: str) -> dict[str, Any]:

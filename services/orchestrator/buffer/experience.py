@@ -1,6 +1,7 @@
 """One policy's experience buffer: advantage groups, waiting for a batch.
 
-Earliest deadline first (oldest version first), ties and ``fifo`` by arrival. What became too old by the policy's rule is
+Earliest deadline first (oldest version first), ties and ``fifo`` by arrival; ``issued`` by the names of task groups, which are
+counted up. What became too old by the policy's rule is
 taken out eagerly when the version advances, member by member, wherever it stands in the queue. Knows nothing about grpc,
 journals or admission.
 """
@@ -18,12 +19,15 @@ Expired = tuple[AdvantageGroup, list[Member]]  # a group as it was, and which of
 
 
 class ExperienceBuffer:
-    def __init__(self, batch_size: int, rule: LateRule, order: Literal["deadline", "fifo"] = "deadline") -> None:
+    def __init__(
+        self, batch_size: int, rule: LateRule, order: Literal["deadline", "fifo", "issued"] = "deadline"
+    ) -> None:
         self._batch_size = batch_size
         self._rule = rule
         self._order = order
         self._waiting: dict[int, AdvantageGroup] = {}  # by arrival
-        self._heap: list[tuple[int, int]] = []  # (deadline or 0, arrival); entries of removed groups are skipped
+        # (place in the order, arrival); entries of removed groups are skipped.
+        self._heap: list[tuple[tuple[int, str], int]] = []
         self._arrivals = 0
         self.version = 0  # the newest published version of the policy
         self.num_sequences = 0
@@ -41,14 +45,20 @@ class ExperienceBuffer:
         taken, old = self._rule.split(group, self.version)
         if taken is None:
             return None, old
-        version = taken.min_version
-        # A group without trained tokens cannot grow old: it goes with the newest.
-        deadline = self.version if version is None else version
-        heapq.heappush(self._heap, (deadline if self._order == "deadline" else 0, self._arrivals))
+        heapq.heappush(self._heap, (self._place(taken), self._arrivals))
         self._waiting[self._arrivals] = taken
         self._arrivals += 1
         self.num_sequences += taken.size
         return taken, old
+
+    def _place(self, group: AdvantageGroup) -> tuple[int, str]:
+        if self._order == "issued":
+            return len(group.task_group_id), group.task_group_id
+        if self._order == "fifo":
+            return 0, ""
+        version = group.min_version
+        # A group without trained tokens cannot grow old: it goes with the newest.
+        return self.version if version is None else version, ""
 
     def advance(self, version: int) -> list[Expired]:
         """The trainer reached a version: members that are now too old leave, and are returned with their groups."""
@@ -84,6 +94,11 @@ class ExperienceBuffer:
     def take_named(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
         """Remove the groups that a recorded batch names."""
         found = [a for a, group in self._waiting.items() if group.members[0].sequence_id in sequence_ids]
+        return [self._remove(arrival) for arrival in found]
+
+    def take_unnamed(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
+        """Remove the groups that none of these sequences belongs to."""
+        found = [a for a, group in self._waiting.items() if group.members[0].sequence_id not in sequence_ids]
         return [self._remove(arrival) for arrival in found]
 
     def _remove(self, arrival: int) -> AdvantageGroup:

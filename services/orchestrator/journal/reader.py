@@ -1,64 +1,313 @@
 """Reading the journal back: durable records, found by kind and key, checked against what was written.
 
-Knows nothing about what records mean.
+Trusts the index as far as the segments agree with it: what they have behind it is scanned, and where they contradict it, or
+another process has it locked, records are found in a private index that is made from the segments. Changes no file. Knows
+nothing about what records mean.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
-from collections.abc import Iterable, Iterator
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import structlog
 
-from services.orchestrator.journal.index import INDEX_FILE, Index, Row, checksum_of
-from services.orchestrator.journal.segments import segment_path
+from services.common.errors import CorruptDataError
+from services.orchestrator.journal.catching_up import compare, synchronise
+from services.orchestrator.journal.damage import Damage, DamageReason
+from services.orchestrator.journal.frames import Unpacker, checksum_of
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
+from services.orchestrator.journal.scan import scan
+from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
 
 log = structlog.get_logger()
+
+LOCK_S = 1.0  # for a lock of another process
 
 
 class JournalReader:
     """Reads durable records, beside the writer or without one. Used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises ``ConfigError`` for a journal of an earlier release, ``CorruptDataError`` for one of a later."""
         self._directory = directory
-        self._index = Index(directory / INDEX_FILE, "process")
+        self._unpacker = Unpacker()
+        self._open_files: dict[str, tuple[int, int]] = {}  # kind -> segment and descriptor
+        self._unreadable: dict[int, Damage] = {}  # by number, of records that could not be loaded
+        self._tail: list[Row] = []  # behind the index, in order of numbers
+        self._tail_ends: dict[Place, int] = {}
+        self._tail_damage: dict[Place, list[Damage]] = {}
+        self._known: dict[Place, Indexed] = {}
+        self._changes = -1  # of the index when ``_known`` was read
+        self._indexes: list[Index] = []
+        self._private = False
+        try:
+            self._use_shared()
+        except UNUSABLE as error:
+            self._use_private(error)
+
+    # --- finding -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[Row]:
-        return self._index.rows()
+        """Every record in order."""
+        return self._ordered(lambda index: index.rows(), lambda row: True)
 
     def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
         """Every record of a kind in order; of one key where that is named."""
-        return self._index.rows_of(kind, key)
+        return self._ordered(
+            lambda index: index.rows_of(kind, key), lambda row: row.kind == kind and key in (None, row.key)
+        )
+
+    def select(self, condition: str, values: Sequence[str | int], is_wanted: Callable[[Row], bool]) -> Iterator[Row]:
+        """Rows for which an SQL condition on ``records AS r`` holds, in order; ``is_wanted`` says the same of a row that is
+        not in the index yet."""
+        return self._ordered(lambda index: index.select(condition, values), is_wanted)
+
+    def last_rows(self, kind: str) -> Iterator[Row]:
+        """Every record of a kind, the newest first."""
+        self._refresh()
+        before: float = math.inf
+        for row in [row for row in reversed(self._tail) if row.kind == kind]:
+            before = row.number
+            yield row
+        try:
+            for row in self._index.last_rows(kind):
+                if row.number < before:
+                    before = row.number
+                    yield row
+        except sqlite3.Error as error:
+            self._use_private(error)
+            yield from (row for row in self._index.last_rows(kind) if row.number < before)
+
+    def last_number(self) -> int:
+        """The highest that a record was ever given; 0 in an empty journal."""
+        self._refresh()
+        return max(self._index.last_number(), max((row.number for row in self._tail), default=0))
 
     def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
         """The first record of each key that there is."""
-        return self._index.find(kind, keys)
+        first: dict[str, Row] = {}
+        for row in self._find(kind, keys):
+            first.setdefault(row.key, row)
+        return list(first.values())
+
+    def find_all_rows(self, kind: str, keys: Iterable[str]) -> Iterator[Row]:
+        """Every record of these keys, in order."""
+        return self._find(kind, keys)
+
+    def rows_below(self, kind: str, prefix: str) -> Iterator[Row]:
+        """Every record of a kind whose key begins so, in order; ``prefix`` ends in "/"."""
+        condition = "r.kind = ? AND r.key >= ? AND r.key < ?"  # "0" comes right after "/"
+        return self.select(
+            condition, (kind, prefix, prefix[:-1] + "0"), lambda row: row.kind == kind and row.key.startswith(prefix)
+        )
+
+    def segment_sizes(self, kind: str) -> dict[int, int]:
+        """Bytes of every segment file of a kind."""
+        return {segment: size for (found, segment), size in sizes_in(self._directory).items() if found == kind}
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Records by key; keys without an intact record are absent."""
-        found = {row.key: self.load(row) for row in self._index.find(kind, keys)}
-        return {key: record for key, record in found.items() if record is not None}
+        """The newest intact record of each key; keys without one are absent."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in reversed(list(self._find(kind, keys))):
+            if row.key not in found and (record := self.load(row)) is not None:
+                found[row.key] = record
+        return found
+
+    def _find(self, kind: str, keys: Iterable[str]) -> Iterator[Row]:
+        wanted = set(keys)
+        return self._ordered(lambda index: index.find(kind, wanted), lambda row: row.kind == kind and row.key in wanted)
+
+    def _ordered(self, ask: Callable[[Index], Iterable[Row]], is_wanted: Callable[[Row], bool]) -> Iterator[Row]:
+        self._refresh()
+        last = 0
+        while True:
+            index = self._index
+            try:
+                rows = ask(index)
+                if self._tail:
+                    rows = heapq.merge(rows, [row for row in self._tail if is_wanted(row)])
+                for row in rows:
+                    if row.number > last:  # the index may have got the tail's rows meanwhile
+                        last = row.number
+                        yield row
+                return
+            except UNUSABLE as error:
+                if index is self._index:
+                    self._use_private(error)
+
+    # --- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, row: Row) -> dict[str, Any] | None:
-        """One record, or None (logged) when its bytes are not what was written."""
-        try:
-            with segment_path(self._directory, row.kind, row.segment).open("rb", buffering=0) as file:
-                line = os.pread(file.fileno(), row.length, row.offset)
-        except FileNotFoundError:
-            line = b""
-        if len(line) != row.length or checksum_of(line) != row.checksum:
-            log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
-            return None
-        record: dict[str, Any] = orjson.loads(line)
-        return record
+        """One record, or None (logged, and told by ``damage``) when its bytes are not what was written."""
+        line = self.load_line(row)
+        return None if line is None else orjson.loads(line)
 
-    def remove_segment(self, kind: str, segment: int) -> None:
-        """Delete a closed segment: rows first, so that a crash in between leaves only an unreferenced file."""
-        self._index.forget(kind, segment)
-        segment_path(self._directory, kind, segment).unlink(missing_ok=True)
+    def load_line(self, row: Row) -> bytes | None:
+        """The same as the line of JSON that was written."""
+        line, reason = self._read(row)
+        if line is None and (moved := self._moved(row)) is not None:
+            row = moved
+            line, reason = self._read(row)
+        if line is not None:
+            return line
+        damage = Damage(
+            kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
+            number=row.number, key=row.key,
+        )  # fmt: skip
+        if row.number not in self._unreadable:
+            self._unreadable[row.number] = damage
+            log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
+        return None
+
+    def _moved(self, row: Row) -> Row | None:
+        """Where a record lies now, whose segment may have been rewritten since its row was found; None where it is gone."""
+        opened = self._open_files.pop(row.kind, None)
+        if opened is not None:
+            os.close(opened[1])
+        return next(self.select("r.number = ?", (row.number,), lambda found: found.number == row.number), None)
+
+    def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
+        """A line, or why it is none."""
+        try:
+            payload = os.pread(self._open(row), row.length, row.offset)
+            if len(payload) == row.length and checksum_of(payload) == row.checksum:
+                return self._unpacker.unpack(payload), DamageReason.CHECKSUM
+        except OSError as error:  # no file, or a disk that cannot read it
+            log.warning("journal.not_read", kind=row.kind, segment=row.segment, offset=row.offset, error=str(error))
+            return None, DamageReason.LOST
+        except CorruptDataError:
+            pass
+        return None, DamageReason.CHECKSUM
+
+    def _open(self, row: Row) -> int:
+        segment, fd = self._open_files.get(row.kind, (0, -1))
+        if segment != row.segment:
+            new = os.open(segment_path(self._directory, row.kind, row.segment), os.O_RDONLY | os.O_CLOEXEC)
+            if fd >= 0:
+                os.close(fd)
+            self._open_files[row.kind] = (row.segment, fd := new)
+        return fd
+
+    # --- what is not there -------------------------------------------------------------------------------------------
+
+    def damage(self) -> list[Damage]:
+        """Spans that are set aside, and records that this reader could not load.
+
+        While a journal is being written, the last record of its newest segments may be told as torn.
+        """
+        self._refresh()
+        behind = [span for spans in self._tail_damage.values() for span in spans]
+        return [*self._index.damage(), *behind, *self._unreadable.values()]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """First and last of every run of record numbers that no record has, and that retention did not delete."""
+        present = [(row.number, row.number) for row in self._tail]
+        for row in self.rows_of(COLLECTED):
+            record = self.load(row)
+            present += [] if record is None else map(tuple, record["numbers"])
+        return list(_without(self._index.gaps(), sorted(present)))
 
     def close(self) -> None:
-        self._index.close()
+        for _, fd in self._open_files.values():
+            os.close(fd)
+        self._open_files.clear()
+        for index in self._indexes:
+            index.close()
+
+    # --- staying up to date ------------------------------------------------------------------------------------------
+
+    @property
+    def _index(self) -> Index:
+        return self._indexes[-1]
+
+    def _use_shared(self) -> None:
+        self._indexes.append(Index(self._directory / INDEX_FILE, timeout_s=LOCK_S, read_only=True))
+        found = compare(self._directory, self._index)
+        self._check(bool(found.replaced or found.shortened))
+        self._check(not set(found.missing) <= self._index.collected())
+
+    def _check(self, contradicts: bool) -> None:
+        if contradicts:
+            raise sqlite3.DatabaseError("the segments do not have what the index says")
+
+    def _use_private(self, reason: Exception) -> None:
+        if self._private:
+            raise reason
+        log.warning("journal.read_without_index", directory=str(self._directory), reason=str(reason))
+        private = Index(IN_MEMORY, timeout_s=LOCK_S)
+        try:
+            if self._indexes:
+                private.copy_from(self._index)
+            usable = private.is_consistent()
+        except UNUSABLE:
+            usable = False
+        if not usable:
+            private.close()
+            private = Index(IN_MEMORY, timeout_s=LOCK_S)
+        synchronise(self._directory, private)
+        self._indexes.append(private)
+        self._private = True
+        self._tail, self._tail_ends, self._tail_damage = [], {}, {}
+
+    def _refresh(self) -> None:
+        """Find what was written since."""
+        if self._private:
+            synchronise(self._directory, self._index)
+            return
+        try:
+            self._scan_tails()
+        except UNUSABLE as error:
+            self._use_private(error)
+
+    def _scan_tails(self) -> None:
+        changes = self._index.changes()
+        if changes != self._changes:
+            self._known = self._index.segments()  # before the sizes: what is being written is in its segment first
+            self._changes = changes
+            self._tail = [
+                row for row in self._tail if row.offset >= self._known.get((row.kind, row.segment), NOTHING).end
+            ]
+        sizes = sizes_in(self._directory)
+        missing = self._known.keys() - sizes.keys()
+        if missing:
+            self._check(not missing <= self._index.collected())
+        new: list[Row] = []
+        for place, size in sizes.items():
+            known = self._known.get(place, NOTHING)
+            self._check(size < known.end)
+            start = max(known.end, self._tail_ends.get(place, 0))
+            if size > start:
+                new += self._scan_tail(place, start)
+        if new:
+            self._tail = sorted([*self._tail, *new])
+
+    def _scan_tail(self, place: Place, start: int) -> Iterator[Row]:
+        self._tail_damage[place] = []
+        for found in scan(self._directory, *place, start=start):
+            if isinstance(found, Row):
+                self._tail_ends[place] = found.offset + found.length
+                yield found
+            else:  # looked at again the next time: it may be what is being written
+                self._tail_damage[place].append(found)
+
+
+def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of ``gaps`` no run of ``present`` covers; both in order."""
+    at = 0
+    for begin, end in gaps:
+        while at < len(present) and present[at][0] <= end:
+            if present[at][0] > begin:
+                yield begin, present[at][0] - 1
+            begin = max(begin, present[at][1] + 1)
+            if present[at][1] > end:
+                break
+            at += 1
+        if begin <= end:
+            yield begin, end

@@ -31,6 +31,7 @@ VERSION = "versions"
 EVALUATION_START = "evaluation_starts"
 EVALUATION = "evaluations"
 STATE = "states"
+SET_ASIDE = "set_aside"  # a record that is not used, and why
 
 Json = dict[str, Any]
 
@@ -214,6 +215,35 @@ def verdicts_from_json(record: Json) -> list[Verdict]:
 def _verdict_from_json(record: Json) -> Verdict:
     members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record.get("members", ()))
     return Verdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A record that is not used: which one, where it lies, and why."""
+
+    kind: str
+    key: str
+    number: int  # of the record, in the order in which records were submitted
+    segment: int
+    offset: int
+    reason: fates.SetAsideReason
+    detail: str = ""
+
+
+def set_aside_to_json(record: SetAside) -> Json:
+    return {
+        "kind": record.kind,
+        "key": record.key,
+        "number": record.number,
+        "segment": record.segment,
+        "offset": record.offset,
+        "reason": record.reason.value,
+        "detail": record.detail,
+    }
+
+
+def set_aside_from_json(record: Json) -> SetAside:
+    return SetAside(**{**record, "reason": fates.SetAsideReason(record["reason"])})
 
 
 def batch_key(policy: str, training_step: int) -> str:

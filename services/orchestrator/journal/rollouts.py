@@ -1,13 +1,11 @@
 """The journal's lines of what rollouts leave, trajectories and failures, in pairs as in ``records``.
 
-float32 log-probabilities are written as the shortest decimals that give the same float32 back, packed bytes in base64.
+The arrays of a segment are packed (``packing``); ``plain_trajectory`` gives a line with lists of numbers instead.
 """
 
 from __future__ import annotations
 
 import base64
-
-import numpy as np
 
 from services.common.types import (
     NO_TIMING,
@@ -19,6 +17,12 @@ from services.common.types import (
     StopReason,
     TokenSource,
     Trajectory,
+)
+from services.orchestrator.journal.packing import (
+    pack_floats,
+    pack_tokens,
+    unpack_floats,
+    unpack_tokens,
 )
 from services.orchestrator.journal.records import Json, from_pairs, pairs
 
@@ -45,7 +49,7 @@ def trajectory_from_json(record: Json) -> Trajectory:
     return Trajectory(
         task_group_id=record["task_group_id"],
         index=record["index"],
-        reward=record["reward"],
+        reward=float(record["reward"]),
         replica_id=record["replica_id"],
         started_at=record["started_at"],
         finished_at=record["finished_at"],
@@ -53,6 +57,24 @@ def trajectory_from_json(record: Json) -> Trajectory:
         timing=timing_from_json(record.get("timing")),
         sequences=tuple(_sequence_from_json(s) for s in record["sequences"]),
     )
+
+
+def plain_trajectory(record: Json) -> Json:
+    """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Millrace."""
+    return {**record, "sequences": [_plain_sequence(s) for s in record["sequences"]]}
+
+
+def _plain_sequence(sequence: Json) -> Json:
+    segments = [
+        {
+            **segment,
+            "token_ids": unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist(),
+            "logprobs": unpack_floats(segment["logprobs"]),  # float32: orjson writes the shortest decimals
+            "teacher_logprobs": unpack_floats(segment["teacher_logprobs"]),
+        }
+        for segment in sequence["segments"]
+    ]
+    return {**sequence, "segments": segments}
 
 
 def _sequence_to_json(sequence: Sequence) -> Json:
@@ -71,9 +93,10 @@ def _sequence_to_json(sequence: Sequence) -> Json:
                 "mixed_cache": segment.mixed_cache,
                 "kept": base64.b64encode(segment.kept).decode(),
                 "temperature": segment.temperature,
-                "token_ids": segment.token_ids,
-                "logprobs": segment.logprobs,
-                "teacher_logprobs": segment.teacher_logprobs,
+                "num_tokens": segment.num_tokens,
+                "token_ids": pack_tokens(segment.token_ids),
+                "logprobs": pack_floats(segment.logprobs),
+                "teacher_logprobs": pack_floats(segment.teacher_logprobs),
             }
             for segment in sequence.segments
         ],
@@ -86,19 +109,19 @@ def _sequence_from_json(record: Json) -> Sequence:
         role=record["role"],
         attempt=record["attempt"],
         thread=record.get("thread", 0),
-        reward=record["reward"],
+        reward=float(record["reward"]),
         stop_reason=StopReason(record["stop_reason"]),
         metrics=from_pairs(record["metrics"]),
         segments=tuple(
             Segment(
                 source=TokenSource(s["source"]),
-                token_ids=np.array(s["token_ids"], dtype=np.int32),
-                logprobs=np.array(s["logprobs"], dtype=np.float32),
+                token_ids=unpack_tokens(s["token_ids"], s["num_tokens"]),
+                logprobs=unpack_floats(s["logprobs"]),
                 weight_version=s["weight_version"],
                 mixed_cache=s["mixed_cache"],
-                kept=base64.b64decode(s.get("kept", "")),  # absent, as what stands below, in journals that lack them
-                temperature=s.get("temperature"),
-                teacher_logprobs=np.array(s.get("teacher_logprobs", ()), dtype=np.float32),
+                kept=base64.b64decode(s["kept"]),
+                temperature=s["temperature"],
+                teacher_logprobs=unpack_floats(s["teacher_logprobs"]),
             )
             for s in record["segments"]
         ),

@@ -1,7 +1,7 @@
-"""Segment files: ``<kind>-000001.jsonl``, one JSON object per line, written only at the end, rolled at a size.
+"""Segment files: ``<kind>-000001.jsonl.zst``, records one after the other, written only at the end, rolled at a size.
 
-One kind per file, so that every line has the same columns and `datasets` can open them. Knows nothing about SQLite or
-what the records mean.
+They are the truth; the index is made from them. One kind per file, so that every line has the same columns and `datasets`
+can open them. Knows nothing about SQLite or what the records mean.
 """
 
 from __future__ import annotations
@@ -10,56 +10,61 @@ import os
 import re
 from pathlib import Path
 
-_NAME = re.compile(r"^([a-z_]+)-(\d{6,})\.jsonl$")
+from services.common.errors import ConfigError
+from services.orchestrator.journal.files import Files
+
+COLLECTED = "collected"  # kind of the records that name segments which retention deletes
+
+_NAME = re.compile(r"^([a-z_]+)-(\d{6,})\.jsonl\.zst$")
+_OLD_NAME = re.compile(r"^[a-z_]+-\d{6,}\.jsonl$")
+
+Place = tuple[str, int]  # kind and segment
 
 
 def segment_path(directory: Path, kind: str, segment: int) -> Path:
-    return directory / f"{kind}-{segment:06d}.jsonl"
+    return directory / f"{kind}-{segment:06d}.jsonl.zst"
 
 
-def segments_in(directory: Path) -> list[tuple[str, int]]:
-    """(kind, segment) of every segment file."""
-    found = (_NAME.match(path.name) for path in sorted(directory.iterdir()))
-    return [(match[1], int(match[2])) for match in found if match]
+def sizes_in(directory: Path) -> dict[Place, int]:
+    """Bytes of every segment file, in order of segment and kind.
 
-
-def cut_tails(directory: Path, ends: dict[tuple[str, int], int]) -> int:
-    """Cut what no index row refers to off the end of every segment; returns the number of bytes cut.
-
-    A crash between writing and committing leaves such a tail, perhaps in mid-line.
+    Raises ``ConfigError`` for a journal of plain jsonl segments.
     """
-    cut = 0
-    for kind, segment in segments_in(directory):
-        path = segment_path(directory, kind, segment)
-        end = ends.get((kind, segment), 0)
-        size = path.stat().st_size
-        if size > end:
-            cut += size - end
-            os.truncate(path, end)
-        if end == 0:
-            path.unlink()
-    return cut
+    found: dict[Place, int] = {}
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if match := _NAME.match(entry.name):
+                try:
+                    found[match[1], int(match[2])] = entry.stat().st_size
+                except FileNotFoundError:  # collected just now
+                    continue
+            elif _OLD_NAME.match(entry.name):
+                raise ConfigError(
+                    f"the journal in {directory} has plain jsonl segments ({entry.name}), which millrace wrote before its "
+                    "segments were compressed (.jsonl.zst): go on with that release, or start a new run directory"
+                )
+    return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
 
 
 class SegmentWriter:
     """The open segment of one kind."""
 
-    def __init__(self, directory: Path, kind: str, first_segment: int, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, kind: str, first_segment: int, segment_bytes: int, files: Files) -> None:
         self._directory = directory
         self._kind = kind
         self._segment_bytes = segment_bytes
+        self._files = files
         self.segment = first_segment
         self.size = 0
         self._fd = self._open()
 
     def _open(self) -> int:
-        path = segment_path(self._directory, self._kind, self.segment)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        return self._files.create(segment_path(self._directory, self._kind, self.segment))
 
-    def roll_if_full(self) -> None:
-        """Begin the next segment. Called between transactions only, so that a failed one can be undone."""
+    def roll_if_full(self) -> bool:
+        """Begin the next segment; True when it did. Called between transactions only, so that a failed one can be undone."""
         if self.size < self._segment_bytes:
-            return
+            return False
         old = self._fd
         self.segment += 1
         try:
@@ -68,25 +73,21 @@ class SegmentWriter:
             self.segment -= 1
             raise
         self.size = 0
-        os.close(old)
+        self._files.close(old)
+        return True
 
     def append(self, data: bytes) -> None:
         """Write at the end; on an error the caller calls ``undo``."""
-        view = memoryview(data)
-        offset = self.size
-        while view:
-            written = os.pwrite(self._fd, view, offset)
-            view = view[written:]
-            offset += written
-        self.size = offset
+        self._files.write(self._fd, data, self.size)
+        self.size += len(data)
 
     def undo(self, size: int) -> None:
-        """Back to an earlier size of this segment."""
+        """Back to an earlier size of this segment: what this process wrote and never acknowledged."""
         self.size = size
-        os.ftruncate(self._fd, size)
+        self._files.truncate(self._fd, size)
 
     def sync(self) -> None:
-        os.fsync(self._fd)
+        self._files.sync(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._files.close(self._fd)

@@ -1,25 +1,25 @@
 """The journal: what the orchestrator has acknowledged, on disk, in the order in which it was submitted.
 
-    submit -> [queue] -> writer thread: write lines -> commit index rows -> event loop: on_durable callbacks
+    submit -> [queue] -> writer thread: write to segments -> sync (power) -> note in the index -> event loop: on_durable
 
-Invariants: ``on_durable`` is called only after the rows are committed, in submission order; nothing submitted is
-dropped. Group commit: at most ``MAX_RECORDS`` records or ``LINGER_S`` (both well below 64 records and 20 ms).
-Without free disk the thread keeps what it has, says so, and tries again: nothing is acknowledged meanwhile.
-JSON is encoded in the writer thread. Knows nothing about what records mean.
+Invariants: ``on_durable`` is called only when the records are in their segments (with ``durability: power``: synced, names
+included), in submission order; nothing submitted is dropped; nothing is deleted but by ``remove_segments``. Group commit: at
+most ``MAX_RECORDS`` records or ``LINGER_S`` (both well below 64 records and 20 ms). Without free disk the thread keeps what
+it has, says so, and tries again: nothing is acknowledged meanwhile. JSON is encoded in the writer thread. Knows nothing about
+what records mean.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import structlog
@@ -27,8 +27,15 @@ import structlog
 from services.common import disk
 from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
-from services.orchestrator.journal.index import INDEX_FILE, Durability, Index, Row, checksum_of
-from services.orchestrator.journal.segments import SegmentWriter, cut_tails, segments_in
+from services.orchestrator.journal import compaction
+from services.orchestrator.journal.catching_up import log_damage
+from services.orchestrator.journal.damage import Damage
+from services.orchestrator.journal.files import Files
+from services.orchestrator.journal.frames import Packer, checksum_of, write_header
+from services.orchestrator.journal.index import Row
+from services.orchestrator.journal.keeper import IndexKeeper
+from services.orchestrator.journal.scan import numbers_in
+from services.orchestrator.journal.segments import COLLECTED, SegmentWriter, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -36,6 +43,9 @@ MAX_RECORDS = 64
 LINGER_S = 0.005
 RETRY_S = 0.5  # between attempts while the disk is full
 CLOSE_DEADLINE_S = 10.0
+REMOVE_DEADLINE_S = 60.0  # for one segment
+
+Durability = Literal["process", "power"]  # what a record survives that was acknowledged
 
 Encode = Callable[[], Mapping[str, Any]]
 
@@ -46,6 +56,25 @@ class _Entry:
     key: str
     encode: Encode
     on_durable: Callable[[], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """Asks the writer thread to delete a segment."""
+
+    kind: str
+    segment: int
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    """Asks the writer thread to put what ``compaction.prepare`` wrote in the place of a segment."""
+
+    kind: str
+    segment: int
+    left_out: list[tuple[int, int]]  # runs of record numbers
+    done: Future[bool]
 
 
 class Journal:
@@ -59,20 +88,36 @@ class Journal:
         durability: Durability = "process",
         free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
+        files: Files | None = None,
     ) -> None:
+        """Raises ``ConfigError`` for a journal of an earlier release, ``CorruptDataError`` for one of a later."""
         self.directory = directory
         self._segment_bytes = segment_bytes
         self._durability: Durability = durability
         self._probe = free_bytes
         self._on_failure = on_failure
+        self._files = files or Files()
+        self._packer = Packer()
         directory.mkdir(parents=True, exist_ok=True)
-        self._index = Index(self._index_path, durability)
-        self.bytes_cut = cut_tails(directory, self._index.ends())
+        self._index = IndexKeeper(directory)
+        self.damage: list[Damage] = (
+            self._index.found
+        )  # that no earlier start knew of; all of it: ``JournalReader.damage``
+        log_damage(self.damage, directory)
+        compaction.remove_prepared(directory, self._files)
         self._next_number = self._index.last_number() + 1
+        sizes = sizes_in(directory)
         # Every start begins new segments: what an earlier process wrote is never written to again.
-        self._first_segment = max((segment for _, segment in segments_in(directory)), default=0) + 1
+        self._first_segment = max((segment for _, segment in sizes), default=0) + 1
+        self._names_changed = True  # in the directory since it was last synced
+        if durability == "power":
+            # An earlier process may have left what was not synced: from now on it counts as acknowledged.
+            for place in sizes:
+                self._files.sync_file(segment_path(directory, *place))
+            self._files.sync_directory(directory.parent)
+            self._sync_names()
         self._writers: dict[str, SegmentWriter] = {}
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Entry | _Removal | _Replacement | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -84,10 +129,6 @@ class Journal:
         self.num_records = 0
         self._num_submitted = 0
         self._waiting_since = 0.0  # the last write, or when the first record came after it
-
-    @property
-    def _index_path(self) -> Path:
-        return self.directory / INDEX_FILE
 
     def start(self) -> None:
         """Begin to write; callbacks go to the running event loop."""
@@ -119,6 +160,49 @@ class Journal:
         self.submit(kind, key, encode, durable)
         return future
 
+    def remove_segments(self, kind: str, segments: Iterable[int]) -> None:
+        """Delete closed segments, each after a record that says so is durable. Blocking: not on the event loop.
+
+        Raises ``InfrastructureError`` when the journal is closed, has failed or is blocked for too long.
+        """
+        for segment in segments:
+            removal = _Removal(kind, segment, Future())
+            if self._failed is not None or self._closed:
+                raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not deleted")
+            self._queue.put(removal)
+            try:
+                removal.done.result(REMOVE_DEADLINE_S)
+            except TimeoutError:
+                raise InfrastructureError(
+                    f"{kind}-{segment:06d} was not deleted within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
+                ) from None
+
+    def withdraw(self) -> None:
+        """Forget what was submitted; only before ``start``."""
+        assert self._thread is None
+        self._queue = queue.SimpleQueue()
+        self._num_submitted = self.num_records
+
+    def compact_segment(self, kind: str, segment: int, keep: Collection[int]) -> bool:
+        """Rewrite a closed segment with the records of these numbers alone; False where that is not possible now. Blocking:
+        not on the event loop.
+
+        Raises:
+            CorruptDataError: the segment has damage, and stays as it is.
+            InfrastructureError: the journal is closed, has failed or is blocked for too long.
+        """
+        left_out = compaction.prepare(self.directory, kind, segment, keep, self._files)
+        if self._failed is not None or self._closed:
+            raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not rewritten")
+        replacement = _Replacement(kind, segment, left_out, Future())
+        self._queue.put(replacement)
+        try:
+            return replacement.done.result(REMOVE_DEADLINE_S)
+        except TimeoutError:
+            raise InfrastructureError(
+                f"{kind}-{segment:06d} was not rewritten within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
+            ) from None
+
     @property
     def waiting_s(self) -> float:
         """How long records have waited without any being written; 0 when none waits."""
@@ -149,11 +233,16 @@ class Journal:
     def _run(self) -> None:
         try:
             while True:
-                entries, more = self._collect()
+                entries, after = self._collect()
                 if entries:
                     self._write(entries)
                     self._notify(self._announce, entries)
-                if not more:
+                if isinstance(after, _Removal):
+                    self._remove(after.kind, after.segment)
+                    after.done.set_result(None)
+                elif isinstance(after, _Replacement):
+                    after.done.set_result(self._replace(after))
+                elif after is None:
                     return
         except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
@@ -161,11 +250,11 @@ class Journal:
             if self._on_failure is not None:
                 self._notify(self._on_failure, error)
 
-    def _collect(self) -> tuple[list[_Entry], bool]:
-        """The next records, at most ``MAX_RECORDS``; False when closing."""
+    def _collect(self) -> tuple[list[_Entry], _Entry | _Removal | _Replacement | None]:
+        """The next records, at most ``MAX_RECORDS``, and what has to be done after them: None when closing."""
         first = self._queue.get()
-        if first is None:
-            return [], False
+        if not isinstance(first, _Entry):
+            return [], first
         # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
         linger_s = self._committed_at + LINGER_S - time.monotonic()
         if linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
@@ -176,25 +265,23 @@ class Journal:
                 entry = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if entry is None:
-                return entries, False
+            if not isinstance(entry, _Entry):
+                return entries, entry
             entries.append(entry)
-        return entries, True
+        return entries, first
 
     def _write(self, entries: list[_Entry]) -> None:
-        lines = [
-            orjson.dumps(e.encode(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE) for e in entries
-        ]
-        needed = sum(map(len, lines))
+        payloads = [self._packer.pack(_line(entry)) for entry in entries]
+        needed = sum(map(len, payloads))
         while True:
             free = self.free_bytes()
             if free < RESERVE_BYTES + needed:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
                 try:
-                    self._transaction(entries, lines)
+                    rows = self._transaction(entries, payloads)
                     break
-                except (OSError, sqlite3.OperationalError) as error:
+                except OSError as error:
                     if not disk.says_full(error):
                         raise
                     self._block(str(error))
@@ -203,24 +290,30 @@ class Journal:
         if self.blocked:
             log.info("journal.resumed", directory=str(self.directory))
             self.blocked = ""
+        ends = {(kind, writer.segment): writer.size for kind, writer in self._writers.items()}
+        self._index.add(rows, ends)
 
-    def _transaction(self, entries: list[_Entry], lines: list[bytes]) -> None:
+    def _transaction(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
         before: dict[str, int] = {}
         rows: list[Row] = []
         now = time.time()
         for kind in {entry.kind for entry in entries}:
-            self._writer(kind).roll_if_full()
+            if self._writer(kind).roll_if_full():
+                self._names_changed = True
         try:
-            for number, (entry, line) in enumerate(zip(entries, lines, strict=True), start=self._next_number):
+            for number, (entry, payload) in enumerate(zip(entries, payloads, strict=True), start=self._next_number):
                 writer = self._writers[entry.kind]
                 before.setdefault(entry.kind, writer.size)
-                checksum = checksum_of(line)
-                rows.append(Row(number, entry.kind, entry.key, writer.segment, writer.size, len(line), checksum, now))
-                writer.append(line)
+                header = write_header(number, now, entry.key, payload)
+                offset = writer.size + len(header)
+                writer.append(header + payload)
+                rows.append(
+                    Row(number, entry.kind, entry.key, writer.segment, offset, len(payload), checksum_of(payload), now)
+                )
             if self._durability == "power":
                 for kind in before:
                     self._writers[kind].sync()
-            self._index.append(rows)
+                self._sync_names()
         except BaseException:
             for kind, size in before.items():
                 self._writers[kind].undo(size)
@@ -230,14 +323,44 @@ class Journal:
         self.num_records += len(rows)
         self.num_commits += 1
         self._committed_at = time.monotonic()
+        return rows
+
+    def _remove(self, kind: str, segment: int) -> None:
+        """Delete a segment; the record before says which numbers go with it."""
+        runs = numbers_in(self.directory, kind, segment)
+        record = {"kind": kind, "segment": segment, "numbers": runs}
+        self._write([_Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)])
+        self.num_records -= 1  # nobody submitted it
+        self._files.remove(segment_path(self.directory, kind, segment))
+        self._names_changed = True
+        if self._durability == "power":
+            self._sync_names()
+        self._index.forget(kind, segment, runs)
+
+    def _replace(self, wanted: _Replacement) -> bool:
+        """Put a rewritten segment in place; the record before says which numbers went."""
+        kind, segment = wanted.kind, wanted.segment
+        record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
+        self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
+        self.num_records -= 1  # nobody submitted it
+        if not self._index.replace(kind, segment, lambda: compaction.take_place(self.directory, kind, segment)):
+            return False
+        self._names_changed = True
+        if self._durability == "power":
+            self._sync_names()
+        return True
+
+    def _sync_names(self) -> None:
+        if self._names_changed:
+            self._files.sync_directory(self.directory)
+            self._names_changed = False
 
     def _writer(self, kind: str) -> SegmentWriter:
         writer = self._writers.get(kind)
         if writer is None:
-            writer = SegmentWriter(self.directory, kind, self._first_segment, self._segment_bytes)
+            writer = SegmentWriter(self.directory, kind, self._first_segment, self._segment_bytes, self._files)
             self._writers[kind] = writer
-            if self._durability == "power":
-                _sync_directory(self.directory)
+            self._names_changed = True
         return writer
 
     def _block(self, reason: str) -> None:
@@ -262,9 +385,5 @@ class Journal:
         return {kind: writer.segment for kind, writer in self._writers.items()}
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _line(entry: _Entry) -> bytes:
+    return orjson.dumps(entry.encode(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)

@@ -2,13 +2,14 @@
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
-    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code}
+    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
 Understood are lists of ``input``/``output`` pairs, ``inputs``/``outputs``, both also as JSON text or a Python literal and
 inside ``verification_info``; ``functional`` test code, HumanEval's columns, and MBPP's lists of asserts. Pairs may say
 their ``type`` (``stdin_stdout``; ``function_call`` or ``functional``) and what is called (``fn_name`` or
 ``metadata.func_name``, in the pair or in the row); without a type, a pair that names a function calls it. Arguments
-of a call are a list, or a text with one JSON value per line. A reference solution is kept under ``solution``,
+of a call are a list, or a text with one JSON value per line. ``names`` are what else the tests use and the reference
+solution defines. A reference solution is kept under ``solution``,
 several also under ``solutions``. Whatever is not understood is refused, never guessed.
 """
 
@@ -20,6 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from services.common.assert_tests import defined_by
 from services.common.errors import DatasetError
 from services.common.programs import program_of
 
@@ -47,6 +49,10 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
         normal["starter_code"] = row["starter_code"]
     if normal["tests"]["kind"] == "call":
         normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
+    if normal["tests"]["kind"] == "assert" and solution is not None:
+        names = defined_by(solution, normal["tests"]["tests"])
+        if len(names) > 1 or (names and normal["tests"]["entry_point"] not in ("", *names)):
+            normal["tests"]["names"] = list(names)
     return normal
 
 

@@ -245,12 +245,28 @@ async def test_a_cell_that_ends_or_confuses_its_process_loses_it(process: LivePr
     assert result.status in (S.RUNTIME_ERROR, S.OUTPUT_LIMIT)
 
 
-async def test_an_answer_that_never_ends_is_ended_by_the_gateway(
-    hasty: LiveProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.envgateway.sandbox.live._BACKSTOP_S", 1.0)
-    result = await hasty.run("import os, time\nos.write(6, b'\\0')\ntime.sleep(30)")
-    assert (result.alive, result.status) == (False, S.INFRA_ERROR)
+@pytest.mark.parametrize("code", [r"b'\0'", r"b'\0\0\0\7'", r"b'\0\0\0\7half'", r"b'\0\0\x0f\0'", r"b'\0\0\0'"])
+async def test_half_an_answer_does_not_end_the_time_limit(hasty: LiveProcess, code: str) -> None:
+    result = await hasty.run(f"import os, time\nos.write(6, {code})\ntime.sleep(30)")
+    assert not result.alive and result.status in (S.TIME_LIMIT, S.RUNTIME_ERROR)
+    assert result.wall_s < 10
+
+
+async def test_half_an_answer_of_a_cell_that_ends_is_its_own_error(hasty: LiveProcess) -> None:
+    result = await hasty.run("import os\nos.write(6, b'\\0\\0\\x0f\\0')")
+    assert not result.alive and result.status is S.TIME_LIMIT
+
+
+@pytest.mark.parametrize("what", [r"b'\0\0\0\0'", r"b'\0\0\0\2{}'", r"b'\xff' * 4"])
+async def test_a_process_that_speaks_between_cells_is_ended(process: LiveProcess, what: str) -> None:
+    code = f"import os, threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), os.write(6, {what}))).start()"
+    assert (await process.run(code)).status is S.OK
+    await asyncio.sleep(0.6)
+    result = await process.run("print(1)")
+    assert not result.alive and (result.status, result.detail) == (
+        S.RUNTIME_ERROR,
+        "the code wrote to the process's own channel",
+    )
 
 
 async def test_others_files_memory_and_network_are_closed(isolated_pool: SandboxPool, tmp_path: Path) -> None:

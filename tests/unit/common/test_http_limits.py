@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -15,7 +16,8 @@ from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
 from services.common.rpc.limits import Limit
 
-HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+JSON = {"Content-Type": "application/json"}
+HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ async def listener(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listener]:
 
 async def ask(listener: Listener, body: bytes = b"four") -> tuple[int, aiohttp.ClientResponse]:
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=JSON) as session,
         session.post(f"http://127.0.0.1:{listener.port}/echo", data=body) as answer,
     ):
         return answer.status, answer
@@ -93,12 +95,61 @@ async def test_who_asks_too_often_is_told_when_to_come_back(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "REQUESTS", Limit(calls_per_s=0.1, burst=2))
-    async with aiohttp.ClientSession() as session:  # one connection: nobody vouches for its client
-
-        async def status() -> tuple[int, str]:
-            async with session.post(f"http://127.0.0.1:{listener.port}/echo", data=b"1") as answer:
-                return answer.status, answer.headers.get("Retry-After", "")
-
-        found = [await status() for _ in range(3)]
+    found = [await ask(listener) for _ in range(3)]  # each by a connection of its own
     assert [code for code, _ in found] == [200, 200, 429]
-    assert int(found[-1][1]) >= 1
+    assert int(found[-1][1].headers["Retry-After"]) >= 1
+    for own in ("127.0.0.2", "127.99.0.1"):  # whatever address of this machine it comes from
+        connector = aiohttp.TCPConnector(local_addr=(own, 0))
+        async with (
+            aiohttp.ClientSession(headers=JSON, connector=connector) as session,
+            session.post(f"http://127.0.0.1:{listener.port}/echo", data=b"1") as answer,
+        ):
+            assert answer.status == 429
+
+
+async def test_requests_at_once_are_counted_over_all_connections_of_a_client(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUESTS", Limit(calls_per_s=1000.0, burst=1000, concurrent=3))
+    monkeypatch.setattr(limits, "BODY_S", 20.0)
+    waiting = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]
+    for _, writer in waiting:
+        writer.write(HEAD + b"Content-Length: 100\r\n\r\n")
+        await writer.drain()
+    async with asyncio.timeout(20):
+        while (await ask(listener))[0] != 429:
+            await asyncio.sleep(0.02)
+    for reader, writer in waiting:
+        writer.write(b"x" * 100)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        await closed(writer)
+    assert (await ask(listener))[0] == 200
+
+
+async def test_connections_of_an_address_are_bounded_and_those_with_a_request_stay(
+    monkeypatch: pytest.MonkeyPatch, listener: Listener
+) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 30.0)
+    listener._patience._most = 5
+    opened = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(10)]
+    for reader, writer in opened:
+        writer.write(HEAD + b"Content-Length: 1\r\n\r\n1")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    busy_reader, busy_writer = opened[0]
+    await busy_reader.readuntil(b"}")
+    busy_writer.write(HEAD + b"Content-Length: 2\r\n\r\n1")
+
+    async with asyncio.timeout(20):
+        while len(listener._patience._connections()) > 5:
+            await asyncio.sleep(0.05)
+    busy_writer.write(b"2")
+    assert (await busy_reader.readline()).startswith(b"HTTP/1.1 200"), "a request that runs is answered"
+    assert (await ask(listener))[0] == 200
+    for _, writer in opened:
+        await closed(writer)
+
+
+def test_the_bound_leaves_half_of_the_files_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, most in ((1024, 512), (1 << 20, limits.CONNECTIONS), (resource.RLIM_INFINITY, limits.CONNECTIONS)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert limits.most_connections() == most

@@ -3,24 +3,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.errors import ConfigError, CorruptDataError
 from services.common.kept_tokens import left_out_row, pack
 from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
-from services.orchestrator.journal import records, rollouts, writer
+from services.orchestrator.journal import packing, records, rollouts, writer
+from services.orchestrator.journal.damage import DamageReason
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
@@ -96,21 +96,21 @@ async def test_group_commit_takes_at_most_64_records(open_journal: Open) -> None
     assert 10 <= journal.num_commits <= 64
 
 
-async def test_a_torn_tail_is_cut_and_unreferenced_bytes_are_ignored(open_journal: Open, tmp_path: Path) -> None:
+async def test_a_torn_tail_is_named_and_stays_where_it_is(open_journal: Open, tmp_path: Path) -> None:
     journal = open_journal()
     await put(journal, 1, 2)
     await journal.close()
     segment = segment_path(tmp_path, "things", 1)
-    whole = segment.read_bytes()
-    segment.write_bytes(whole + b'{"n":3}\n{"n":')  # written, never committed
+    torn = segment.read_bytes() + segment.read_bytes()[:30]
+    segment.write_bytes(torn)
     again = open_journal()
-    assert again.bytes_cut == 13
-    assert segment.read_bytes() == whole
+    assert [(span.kind, span.num_bytes, span.reason) for span in again.damage] == [("things", 30, DamageReason.TORN)]
+    assert segment.read_bytes() == torn
     await put(again, 4)
     assert kept(tmp_path) == [1, 2, 4]
 
 
-async def test_a_corrupted_tail_loses_only_itself(open_journal: Open, tmp_path: Path) -> None:
+async def test_a_corrupted_record_loses_only_itself(open_journal: Open, tmp_path: Path) -> None:
     journal = open_journal()
     await put(journal, 1)
     await put(journal, 2)
@@ -120,15 +120,15 @@ async def test_a_corrupted_tail_loses_only_itself(open_journal: Open, tmp_path: 
     again = open_journal()
     await put(again, 3)
     assert kept(tmp_path) == [1, 3]
-    segment.write_bytes(segment.read_bytes()[:9])  # cut short, in mid-line
-    assert kept(tmp_path) == [1, 3]
+    segment.write_bytes(segment.read_bytes()[:9])  # cut short, in mid-record
+    assert kept(tmp_path) == [3]
 
 
 async def test_segments_are_rolled_at_their_size(open_journal: Open, tmp_path: Path) -> None:
     journal = open_journal(segment_bytes=50)
     for number in range(20):
         await put(journal, number)
-    assert len(list(tmp_path.glob("things-*.jsonl"))) > 2
+    assert len(list(tmp_path.glob("things-*.jsonl.zst"))) > 2
     assert kept(tmp_path) == list(range(20))
 
 
@@ -171,7 +171,8 @@ async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
     monkeypatch.setattr(writer.SegmentWriter, "append", append)
     await asyncio.wait_for(put(journal, 2, 3), 10)
     assert kept(tmp_path) == [1, 2, 3]
-    assert [json.loads(line)["n"] for line in segment_path(tmp_path, "things", 1).read_text().splitlines()] == [1, 2, 3]
+    with zstandard.open(segment_path(tmp_path, "things", 1), "rt") as lines:
+        assert [json.loads(line)["n"] for line in lines] == [1, 2, 3]
 
 
 async def test_another_failure_of_the_disk_stops_the_process(
@@ -191,24 +192,21 @@ async def test_another_failure_of_the_disk_stops_the_process(
         journal.submit("things", "2", dict)
 
 
-async def test_power_durability_syncs_before_the_commit(open_journal: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    real = writer.os.fsync
-    monkeypatch.setattr(writer.os, "fsync", lambda fd: (synced.append(fd), real(fd))[1])
-    await put(open_journal(), 1)
-    assert synced == []
-    await put(open_journal(durability="power"), 2)
-    assert len(synced) >= 2  # the segment and its directory
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
 @settings(max_examples=300)
-def test_float32_logprobs_round_trip_bit_exactly(bits: list[int]) -> None:
-    values = np.array(bits, dtype=np.uint32).view(np.float32)
-    values = np.where(np.isfinite(values), values, np.float32(0.5)).astype(np.float32)
-    line = writer.orjson.dumps({"x": values}, option=writer.orjson.OPT_SERIALIZE_NUMPY)
-    back = np.array(writer.orjson.loads(line)["x"], dtype=np.float32)
-    assert back.view(np.uint32).tolist() == values.view(np.uint32).tolist()
+def test_packed_arrays_come_back_bit_by_bit(bits: list[int]) -> None:
+    """NaN with its payload, infinities, negative zeros and token ids that no vocabulary has, too."""
+    words = np.array(bits, dtype=np.uint32)
+    assert packing.unpack_floats(packing.pack_floats(words.view(np.float32))).tobytes() == words.tobytes()
+    for ids in (words.view(np.int32), words.view(np.int32) & 0xFFFFFF):
+        text = packing.pack_tokens(ids)
+        assert packing.unpack_tokens(text, len(ids)).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(("text", "count"), [("AAAA", 2), ("", 1), ("AAAAAAAA", 1), ("A", 1), ("\u00e9", 1)])
+def test_an_array_of_another_length_is_refused(text: str, count: int) -> None:
+    with pytest.raises(CorruptDataError, match="an array of a record"):
+        packing.unpack_tokens(text, count)
 
 
 def through_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -238,22 +236,13 @@ def test_trajectories_and_failures_come_back_as_they_were() -> None:
     assert timed.timing == TIMING
 
 
-def test_records_that_say_nothing_of_time_are_read() -> None:
-    """As journals of earlier releases have them."""
-    old = rollouts.trajectory_to_json(trajectory("g", 3))
-    del old["timing"]
-    assert rollouts.trajectory_from_json(through_json(old)).timing == NO_TIMING
-    failed = {"task_group_id": "g", "index": 1, "reason": "X", "detail": "", "replica_id": "a"}
-    assert rollouts.failure_from_json(failed).timing == NO_TIMING
-
-
-def test_segments_that_say_nothing_of_kept_tokens_are_read() -> None:
-    """As journals of earlier releases have them."""
-    old = rollouts.trajectory_to_json(trajectory("g", 3))
-    for segment in old["sequences"][0]["segments"]:
-        del segment["kept"], segment["temperature"]
-    for segment in rollouts.trajectory_from_json(through_json(old)).sequences[0].segments:
-        assert (segment.kept, segment.temperature) == (b"", None)
+def test_a_plain_line_has_lists_of_numbers() -> None:
+    whole = trajectory("g", 3, sequence(0.5, 7, 40))
+    plain = through_json(rollouts.plain_trajectory(through_json(rollouts.trajectory_to_json(whole))))
+    for before, after in zip(whole.sequences[0].segments, plain["sequences"][0]["segments"], strict=True):
+        assert after["token_ids"] == before.token_ids.tolist()
+        assert np.array(after["logprobs"], np.float32).tobytes() == before.logprobs.tobytes()
+        assert after["teacher_logprobs"] == []
 
 
 async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_path: Path) -> None:
@@ -267,19 +256,13 @@ async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_
     assert begin <= times[0] <= times[1] <= time.time()
 
 
-async def test_an_index_without_times_is_read_and_written_on(open_journal: Open, tmp_path: Path) -> None:
-    journal = open_journal()
-    await put(journal, 1)
-    await journal.close()
-    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as index:
-        index.execute("ALTER TABLE records DROP COLUMN written_at")
-    again = open_journal()
-    await put(again, 2)
-    reader = JournalReader(tmp_path)
-    assert [bool(row.written_at) for row in reader.rows_of("things")] == [False, True]
-    assert [row.key for row in reader.rows_of("things", "2")] == ["2"]
-    reader.close()
-    assert kept(tmp_path) == [1, 2]
+async def test_a_journal_of_plain_jsonl_is_refused_and_left_alone(tmp_path: Path) -> None:
+    old = tmp_path / "task_groups-000001.jsonl"
+    old.write_text('{"n": 1}\n')
+    for make in (Journal, JournalReader):
+        with pytest.raises(ConfigError, match=r"task_groups-000001\.jsonl.*before its segments were compressed"):
+            make(tmp_path)
+    assert old.read_text() == '{"n": 1}\n'
 
 
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
@@ -292,34 +275,3 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
-
-
-async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(
-    open_journal: Open, tmp_path: Path
-) -> None:
-    journal = open_journal(segment_bytes=1)  # one record per segment
-
-    async def store(name: str) -> None:
-        made = trajectory(name, 0)
-        await journal.append(records.TRAJECTORY, f"{name}/0", lambda: rollouts.trajectory_to_json(made))
-
-    async def train(step: int, name: str) -> None:
-        entry = records.BatchEntry(
-            sequence_id=f"{name}/0/0", minibatch=0, position=0, group_mean=0.0, group_std=1.0, group_size=1,
-            staleness=0, num_tokens=4,
-        )  # fmt: skip
-        batch = records.BatchRecord(policy="model0", training_step=step, entries=(entry,), minibatches=())
-        await journal.append(records.BATCH, f"model0/{step}", lambda: records.batch_to_json(batch))
-
-    for name in ("old", "checkpointed", "replayable", "buffered", "newest"):
-        await store(name)
-    await train(1, "old")
-    await train(2, "checkpointed")
-    await train(3, "replayable")
-    assert len(collect(journal, {"model0": 2}, live_groups={"buffered"})) == 2
-    reader = JournalReader(tmp_path)
-    left = set(
-        reader.find(records.TRAJECTORY, [f"{n}/0" for n in ("old", "checkpointed", "replayable", "buffered", "newest")])
-    )
-    reader.close()
-    assert left == {"replayable/0", "buffered/0", "newest/0"}

@@ -73,3 +73,31 @@ def test_evaluation_data_are_for_the_workflow_of_evaluation(rows: Path) -> None:
 def test_workflows_of_users_and_of_environments_need_nothing_that_is_known(rows: Path) -> None:
     assert left_out(rows, recipe({"name": "agent_env", "settings": {"environment": "alfworld"}})) == []
     assert left_out(rows, recipe({"name": "own.module:Flow"})) == []
+
+
+UNUSABLE = {
+    "no Python": {"tests": "assert candidate(3 == 21", "entry_point": "f"},
+    "use nowhere": {"tests": "assert nowhere(candidate(3))", "entry_point": "f"},
+    "test nothing": {"tests": "print(candidate(3))", "entry_point": "f"},
+    "import pytest": {"tests": "import pytest\nassert candidate(3)", "entry_point": "f"},
+    "use decode and encode": {"tests": "assert decode(encode(3)) == 3"},
+    "must be text": {"tests": 3},
+    "no cases": {"kind": "call", "entry_point": "f", "cases": []},
+}
+
+
+def test_rows_whose_tests_can_judge_no_program_are_left_out_with_their_fault(tmp_path: Path) -> None:
+    import orjson
+
+    fine = {"tests": "def check(fn): assert fn(3) == 21", "entry_point": "f"}
+    with_names = {"tests": "assert decode(encode(3)) == 3", "names": ["encode", "decode"]}
+    path = tmp_path / "rows.jsonl"
+    tests = [fine, with_names, *UNUSABLE.values()]
+    path.write_bytes(
+        b"".join(orjson.dumps({"problem": "q", "tests": {"kind": "assert"} | one}) + b"\n" for one in tests)
+    )
+    code = recipe({"name": "single_turn", "settings": {"reward": "code"}})
+    source = open_source(DatasetConfig(path=str(path)), 0, requirement(code, "data.train"))
+    assert len(source) == 2 and source.left_out.count == len(UNUSABLE)
+    for number, told, why in zip((3, 4, 5), source.left_out.reasons, UNUSABLE, strict=False):
+        assert told.startswith(f"row {number}") and why in told

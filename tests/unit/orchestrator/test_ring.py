@@ -11,7 +11,6 @@ import pytest
 from services.cli.metrics_catalogue import step_metric
 from services.common.accounts import PeerState
 from services.common.errors import (
-    CorruptDataError,
     DeadlineError,
     InvalidRequestError,
     LeaseLostError,
@@ -21,7 +20,6 @@ from services.common.types import WeightVersion
 from services.orchestrator.commands import AnnounceVersion, CancelGroup, LeavePool, PlayGroup
 from services.orchestrator.groups import TaskGroup
 from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.pool import Held, Hello
 from services.orchestrator.progress import progress
 from services.orchestrator.run_control import RunState
@@ -227,20 +225,6 @@ async def test_a_pull_without_sequences_names_what_it_waited_for(worlds: Callabl
         await world.trainer_side.pull_batch("model0", 2, 0.05)
     with pytest.raises(InvalidRequestError, match="the run has 3 steps"):
         await world.trainer_side.pull_batch("model0", 4, 0.05)
-
-
-async def test_a_batch_whose_trajectory_is_corrupted_is_refused(worlds: Callable[..., World]) -> None:
-    world = worlds()
-    await world.publish(0)
-    world.train()
-    for order in await world.orders(world.join()):
-        await world.play(order)
-    await world.trainer_side.pull_batch("model0", 1, 5.0)
-    await world.crash()
-    path = segment_path(world.run_dir / "journal", "trajectories", 1)
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(CorruptDataError, match="lacks trajectories"):
-        await world.trainer_side.pull_batch("model0", 1, 5.0)
 
 
 async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from services.common.config.loading import validate
+from services.common.config.recipe import Recipe
 from services.common.types import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle
 from services.orchestrator.commands import PlayGroup
@@ -20,7 +21,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.pool import Held, Hello, Replica
 from services.orchestrator.raw_rows import ListRows
-from services.orchestrator.recovery import recover
+from services.orchestrator.recovery import recovered
 from services.orchestrator.replica_side import ReplicaSide
 from services.orchestrator.ring import Ring
 from services.orchestrator.trainer_side import TrainerSide
@@ -66,6 +67,7 @@ class World:
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
         self.samples_per_task = 1
+        self.vocab_sizes: dict[str, int | None] = {}
         self.open()
 
     def open(self) -> None:
@@ -96,7 +98,14 @@ class World:
         }
         recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves nothing open
         self.journal = Journal(self.run_dir / "journal")
-        self.ring = Ring(
+        reader = JournalReader(self.run_dir / "journal")
+        self.ring = recovered(lambda: self._ring(recipe), reader)
+        reader.close()
+        self.replica_side, self.trainer_side = ReplicaSide(self.ring), TrainerSide(self.ring)
+        self.journal.start()
+
+    def _ring(self, recipe: Recipe) -> Ring:
+        return Ring(
             recipe,
             self.run_dir,
             self.journal,
@@ -107,12 +116,8 @@ class World:
             run_mark=self.mark,
             started_at=0.0,
             clock=self.clock,
+            vocab_sizes=self.vocab_sizes,
         )
-        self.replica_side, self.trainer_side = ReplicaSide(self.ring), TrainerSide(self.ring)
-        reader = JournalReader(self.run_dir / "journal")
-        recover(self.ring, reader)
-        reader.close()
-        self.journal.start()
 
     async def crash(self) -> None:
         """Everything in memory is gone; the journal's thread ends after what it has."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import ModelMismatchError, VersionConflictError
+from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.types import RankBatch, WeightVersion
 from services.trainer import loop as loop_module
 from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
@@ -29,7 +29,8 @@ class FakeLink:
     pulls: list[int] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     published: list[int] = field(default_factory=list)
-    checkpoint_steps: list[int] = field(default_factory=list)
+    checkpoint_steps: list[int] = field(default_factory=list)  # the newest, each time it is told
+    kept: list[list[int]] = field(default_factory=list)
     gauges: dict[str, float] = field(default_factory=dict)
     checkpoint: bool = False
     paused: bool = False
@@ -53,8 +54,9 @@ class FakeLink:
     def set_gauge(self, name: str, value: float) -> None:
         self.gauges[name] = value
 
-    def set_checkpoint_step(self, step: int) -> None:
-        self.checkpoint_steps.append(step)
+    def set_checkpoint_steps(self, kept: Sequence[int]) -> None:
+        self.checkpoint_steps.append(max(kept, default=0))
+        self.kept.append(list(kept))
 
     def take_checkpoint_command(self) -> bool:
         asked, self.checkpoint = self.checkpoint, False
@@ -79,9 +81,7 @@ class Trainer:
         )
 
     def live(self) -> int:
-        start = self.checkpoints.newest() or 0
-        if start:
-            self.checkpoints.load(start, self.step.model, self.step.optimizer)
+        start = self.checkpoints.restore(self.step.model, self.step.optimizer)
         return self.loop.run(self.loop.recover(start, max(self.link.ledger, default=-1)))
 
 
@@ -96,6 +96,7 @@ def test_every_version_is_published_once_and_in_order(tmp_path: Path) -> None:
     assert link.published == [0, 1, 2, 3, 4, 5]
     assert link.pulls == [1, 2, 3, 4, 5]
     assert link.checkpoint_steps == [0, 2, 4, 5]
+    assert link.kept == [[], [2], [2, 4], [4, 5]], "recorded batches are kept after the oldest"
     assert len(set(link.ledger.values())) == 6
     assert {"step_seconds", "tokens_per_second", "waited_s"} <= link.gauges.keys()
 
@@ -201,3 +202,21 @@ def test_a_failed_checkpoint_is_counted_and_tried_again_after_the_next_step(
     assert tried == [2, 3, 4, 5]
     assert link.checkpoint_steps == [0, 3, 4, 5]
     assert link.gauges["failed_checkpoints"] == trainer.loop.failed_checkpoints == 1
+
+
+def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: Path) -> None:
+    class Losing(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            if training_step == 2:
+                self.pulls.append(training_step)
+                raise BatchLostError("the batch of step 2 of model0 is not in the journal")
+            return super().pull(training_step)
+
+    link = Losing()
+    trainer = Trainer(tmp_path, link)
+    assert trainer.loop.recover(0, 3) == 3
+    assert link.pulls == [1, 2, 3]
+    assert link.gauges["steps_not_replayed"] == 1
+    assert link.published == [3]
+    with pytest.raises(BatchLostError):  # of a step that was never published, nothing may be left out
+        trainer.loop.run(1)

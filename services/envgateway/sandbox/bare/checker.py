@@ -2,187 +2,170 @@
 
 The tests' calls of the program leave over one descriptor and come back over another as plain data; the program runs in
 a different process, as a different user, and is never given a test or an expected value. What is reported here is
-therefore true: nothing of the program ever runs beside it. Each statement of the tests that can fail is a case; a
-nonce at the end proves that the last one was reached.
+therefore true: nothing of the program ever runs beside it. Which names are the program's is decided before
+(``services.common.assert_tests``); all others are the tests' own or this interpreter's. Each statement of the tests that
+can fail is a case; a nonce at the end proves that the last one was reached.
 
 Frames out: {"call": ...} (a reply is read), {"case": i, "outcome", "detail"}, with outcome
-pass, fail, raised (by the program), error (in the tests) or died, {"done": nonce}.
+pass, fail, raised (by the program), error (in the tests) or died, {"unusable": why} for tests that fail before they have
+called the program, {"done": nonce}. A case may be told twice; its first failure counts.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import json
 import traceback
+from collections.abc import Callable
 from typing import Any
 
-from . import plain, prelude, program
-from .calls import read_frame, write_frame
+from . import cases, prelude, program
+from .remote import CallFailedError, Link, Remote, UnsendableError
 
 _TESTS = "<tests>"
 
 
-class CallFailedError(BaseException):
-    """The program died in a call; not an Exception, so that no test code takes it for an answer."""
-
-
-class _Link:
-    """The two descriptors to whoever runs the program."""
-
-    def __init__(self, ask_fd: int, answer_fd: int) -> None:
-        self._ask = ask_fd
-        self._answer = answer_fd
-
-    def tell(self, message: dict[str, Any]) -> None:
-        write_frame(self._answer, json.dumps(message))
-
-    def call(self, message: dict[str, Any]) -> Any:
-        self.tell({"call": message})
-        frame = read_frame(self._ask)
-        if frame is None:
-            raise CallFailedError("nobody answers")
-        if frame[:1] != b"R":
-            raise CallFailedError(frame[1:].decode())
-        try:
-            reply = plain.parse(frame[1:])
-            if "error" in reply:
-                error = _exception(reply)
-            else:
-                return plain.from_tree(reply["value"], lambda number: Remote(self, {"handle": number}), nodes=True)
-        except (ValueError, KeyError, TypeError) as broken:  # not what our harness writes
-            raise CallFailedError(f"no reply: {broken}") from None
-        raise error
-
-
-def _exception(reply: dict[str, Any]) -> Exception:
-    """The nearest built-in exception of what the program raised."""
-    for name in plain.from_tree(reply["error"]):
-        kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                return _raised(kind(reply["message"]))
-            except TypeError:  # UnicodeDecodeError and its like want more than a message
-                continue
-    return _raised(RuntimeError(reply["message"]))
-
-
-def _raised(error: Exception) -> Exception:
-    error.raised_by_program = True  # type: ignore[attr-defined]
-    return error
-
-
-class Remote:
-    """A function or object of the program's process."""
-
-    def __init__(self, link: _Link, target: dict[str, Any]) -> None:
-        self._link = link
-        self._target = target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trees = {"args": _outgoing(args), "kwargs": _outgoing(kwargs)}
-        return self._link.call({**self._target, **trees})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if "name" in self._target:
-            return Remote(self._link, {"name": f"{self._target['name']}.{name}"})
-        return self._link.call({**self._target, "attribute": name})
-
-
-def _outgoing(value: Any) -> Any:
-    """The tree of an argument; objects of the program go back as their numbers."""
-
-    def number(remote: Any) -> int:
-        if isinstance(remote, Remote) and "handle" in remote._target:
-            return int(remote._target["handle"])
-        raise TypeError(f"a {type(remote).__name__} cannot be passed to the program")
-
-    return json.loads(plain.encode(value, number))
-
-
 def run(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
-    """``source`` is JSON: tests, preamble, entry_point, nonce, prelude."""
+    """``source`` is JSON: tests, preamble, entry_point, remote, aliases, supplied, nonce, prelude."""
     request = json.loads(source)
-    link = _Link(ask_fd, answer_fd)
+    link = Link(ask_fd, answer_fd)
     return program.guarded(lambda: _check(request, link), note_fd)
 
 
-def _check(request: dict[str, Any], link: _Link) -> None:
-    namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tests"}
-    prelude.fill_tests(namespace, request["prelude"])
-    if request["preamble"]:
-        exec(compile(request["preamble"], "<preamble>", "exec", dont_inherit=True), namespace)
-    tree = ast.parse(request["tests"])
-    statements, entry_point = _statements(tree, request["entry_point"])
-    own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    free = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - own - set(dir(builtins))
-    for name in free - set(namespace):
-        namespace[name] = Remote(link, {"name": name})
-    if entry_point:
-        remote = Remote(link, {"name": entry_point})
-        namespace["candidate"] = remote
-        if "." not in entry_point:
-            namespace[entry_point] = remote
-    index = 0
-    for statement in statements:
-        code = compile(ast.Module([statement], []), _TESTS, "exec", dont_inherit=True)
-        outcome = _outcome(code, namespace)
-        if _can_fail(statement) or outcome["outcome"] != "pass":  # also a preparation that failed is told
-            link.tell({"case": index, **outcome})
-            index += 1
-    link.tell({"done": request["nonce"], "cases": index})
+class _UnusableError(Exception):
+    """The tests fail whatever the program is."""
 
 
-def _outcome(code: Any, namespace: dict[str, Any]) -> dict[str, str]:
+def _check(request: dict[str, Any], link: Link) -> None:
     try:
-        exec(code, namespace)
+        num_cases = _run_all(request, link)
+        if link.changed_arguments:
+            # Once more with the arguments as they were given: what a program does to them must not become what it is
+            # compared with. Right is what is right both ways.
+            link.keeps_arguments = True
+            _run_all(request, link)
+        if not link.num_calls:
+            raise _UnusableError("the tests never call the program")
+    except _UnusableError as error:
+        link.tell({"unusable": str(error)})
+        return
+    link.tell({"done": request["nonce"], "cases": num_cases})
+
+
+def _run_all(request: dict[str, Any], link: Link) -> int:
+    """Tell every case; how many there are."""
+    namespace = _namespace(request, link)
+    index = 0
+    for statement in cases.statements(ast.parse(request["tests"]), request["aliases"]):
+        for run in _runs(statement, namespace):
+            link.raised, link.ever_raised = [], []
+            outcome = _outcome(run, link)
+            if link.unusable:
+                raise _UnusableError(link.unusable)
+            if outcome["outcome"] == "error" and not link.num_calls:
+                raise _UnusableError(f"the tests do not run: {outcome['detail']}")
+            if statement.is_case or outcome["outcome"] != "pass":  # also a preparation that failed is told
+                link.tell({"case": index, **outcome})
+                index += 1
+    return index
+
+
+def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "__main__", cases.CAUGHT: link.caught}
+    prelude.fill_tests(namespace, request["prelude"])
+    try:
+        for name, place in request["supplied"].items():
+            module, _, attribute = place.partition(":")
+            namespace[name] = importlib.import_module(module)
+            if attribute:
+                namespace[name] = getattr(namespace[name], attribute)
+        if request["preamble"]:
+            tree = cases.announce_handlers(ast.parse(request["preamble"]))
+            exec(compile(tree, "<preamble>", "exec", dont_inherit=True), namespace)
+    except Exception as error:  # noqa: BLE001 - whatever a row's code raises: the program has no part in it
+        raise _UnusableError(f"the preamble does not run: {_told(error)}") from None
+    for name in request["remote"]:
+        namespace[name] = Remote(link, {"name": name})
+    for name in request["aliases"]:
+        namespace[name] = Remote(link, {"name": request["entry_point"]})
+    if "unittest" in request["tests"]:
+        _announce_asserted_raises(link)
+    return namespace
+
+
+def _runs(statement: cases.Statement, namespace: dict[str, Any]) -> list[Callable[[], object]]:
+    """What to execute for a statement: itself, a test function, or each test of a class."""
+    if statement.function:
+        return [lambda: namespace[statement.function]()]
+    if statement.test_case:
+        import unittest
+
+        suite = unittest.defaultTestLoader.loadTestsFromTestCase(namespace[statement.test_case])
+        return [lambda test=test: _run_unittest(test) for test in suite]  # type: ignore[misc]
+    tree = cases.announce_handlers(ast.Module([statement.node], []))
+    code = compile(tree, _TESTS, "exec", dont_inherit=True)
+    return [lambda: exec(code, namespace)]
+
+
+def _run_unittest(test: Any) -> None:
+    """As an assertion that holds or does not."""
+    import unittest
+
+    class Told(unittest.TestResult):
+        """Keeps what was raised instead of its text."""
+
+        first: BaseException | None = None
+
+        def addError(self, test: Any, err: Any) -> None:
+            self.first = self.first or err[1]
+
+        addFailure = addError
+
+        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+            if err is not None:
+                self.addError(test, err)
+
+    result = Told()
+    test.run(result)
+    if result.first is not None:
+        raise result.first
+
+
+def _announce_asserted_raises(link: Link) -> None:
+    """``assertRaises(error, function, ...)`` is a handler of the tests, though its code is the library's."""
+    from unittest import case
+
+    context: Any = case._AssertRaisesContext
+    plain_exit = getattr(context, "plain_exit", context.__exit__)
+
+    def leave(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+        swallowed = plain_exit(self, kind, error, trace)
+        if swallowed:
+            link.raised = [raised for raised in link.raised if raised is not error]
+        return swallowed
+
+    context.plain_exit, context.__exit__ = plain_exit, leave
+
+
+def _outcome(run: Callable[[], object], link: Link) -> dict[str, str]:
+    try:
+        run()
     except CallFailedError as error:
         return {"outcome": "died", "detail": str(error)}
+    except UnsendableError as error:
+        return {"outcome": "error", "detail": str(error)}
+    except SystemExit as error:
+        return {"outcome": "fail" if error.code else "error", "detail": f"the tests exit with {error.code!r}"[:500]}
     except Exception as error:  # noqa: BLE001 - a program's answer can make any test code fail
-        detail = traceback.format_exception_only(type(error), error)[-1].strip()[:500]
-        if hasattr(error, "raised_by_program"):
-            return {"outcome": "raised", "detail": detail}
-        return {"outcome": "fail" if isinstance(error, AssertionError) else "error", "detail": detail}
+        if any(error is raised for raised in link.ever_raised):
+            return {"outcome": "raised", "detail": _told(error)}
+        return {"outcome": "fail" if isinstance(error, AssertionError) else "error", "detail": _told(error)}
+    if link.raised:
+        return {"outcome": "raised", "detail": f"{_told(link.raised[0])}, which no test expects"[:500]}
     return {"outcome": "pass", "detail": ""}
 
 
-def _can_fail(statement: ast.stmt) -> bool:
-    """Whether a statement is a case: it asserts, or does more than define, import and describe."""
-    if isinstance(statement, ast.Assert):
-        constant = isinstance(statement.test, ast.Constant) and bool(statement.test.value)
-        return not constant
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
-        return False
-    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
-
-
-def _statements(tree: ast.Module, entry_point: str) -> tuple[list[ast.stmt], str]:
-    """The statements to run, ``check``'s body unfolded where that means the same; and what ``candidate`` is."""
-    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
-    if not checks:
-        return tree.body, entry_point
-    check = checks[-1]
-    rest = [node for node in tree.body if node is not check]
-    called = [node for node in rest if _is_call_of_check(node)]
-    for node in called:
-        if not entry_point:
-            entry_point = ast.unparse(node.value.args[0])  # type: ignore[attr-defined]
-    rest = [node for node in rest if node not in called]
-    if any(isinstance(node, (ast.Return, ast.Nonlocal, ast.Global)) for node in ast.walk(check)):
-        call = ast.parse("check(candidate)\nassert True, 'ran to its end'").body
-        whole = ast.If(test=ast.Constant(True), body=call, orelse=[])
-        return [*rest, check, ast.fix_missing_locations(ast.copy_location(whole, check))], entry_point
-    return [*rest, *check.body], entry_point
-
-
-def _is_call_of_check(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "check"
-        and len(node.value.args) == 1
-    )
+def _told(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip()[:500]

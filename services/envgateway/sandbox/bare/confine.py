@@ -40,8 +40,9 @@ _PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, reso
 class Confinement:
     """Prepared once per zygote and slot; ``apply`` runs in the child and cannot be undone."""
 
-    def __init__(self, tier: str, slot_dirs: list[str], readable: list[str], tools: list[str]) -> None:
-        """``readable``: trees that any program may read; ``tools``: those that only a compiler may read and execute."""
+    def __init__(self, tier: str, slot_dirs: list[str], readable: list[str], tools: list[str], accounted: bool) -> None:
+        """``readable``: trees that any program may read; ``tools``: those that only a compiler may read and execute;
+        ``accounted``: a cgroup counts all memory."""
         self._tier = tier
         self._slot_dirs = slot_dirs
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +51,9 @@ class Confinement:
         self._hard = {what: 1 << 62 if value == resource.RLIM_INFINITY else value for what, value in hard.items()}
         self._filtered = seccomp.is_supported()
         self._may_execute = bool(tools)
+        self._accounted = accounted
+        # a shared mapping of zeros is memory that is in no resident set
+        devices = _DEVICES if accounted else tuple(device for device in _DEVICES if device != "/dev/zero")
         if not self._filtered and tier != "0":
             raise OSError(f"tier {tier} needs seccomp, whose numbers are not known for {os.uname().machine}")
         abi = landlock.abi_version()
@@ -59,13 +63,13 @@ class Confinement:
         self._jail: Jail | None = None
         if tier == "2":
             self._jail = Jail()
-            self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], _DEVICES)
+            self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], devices)
         # one rule set a slot: the slot's directory is never removed, only the work dir in it
         places = [WORK_PARENT] if self._jail is not None else slot_dirs
         executable = _LOADERS if tools else ()
         self._rulesets, self._compiler_rulesets = [], []
         if abi:
-            self._rulesets = [landlock.create_ruleset(abi, readable, [p], _DEVICES, executable) for p in places]
+            self._rulesets = [landlock.create_ruleset(abi, readable, [p], devices, executable) for p in places]
         if abi and tools:
             self._compiler_rulesets = [
                 landlock.create_ruleset(abi, [*readable, *tools], [place], ["/dev/null"], [*executable, *tools])
@@ -79,7 +83,7 @@ class Confinement:
         if not self._filtered:
             return
         try:
-            seccomp.refuse_common(self._tier, self._may_execute)
+            seccomp.refuse_common(self._tier, self._may_execute, self._accounted)
         except OSError:
             if self._tier != "0":
                 raise

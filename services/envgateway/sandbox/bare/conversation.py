@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import select
+import struct
 
 from .run import Run
+
+_FRAME = struct.Struct("!I")
 
 
 class Conversation:
@@ -56,6 +59,15 @@ class Conversation:
             self._stop_listening()
         if not self.run.answer.truncated:
             self.heard += self.run.answer.take()
+
+    def is_whole_frame(self, largest: int) -> bool | None:
+        """Whether what was heard is one frame; None while it may become one, False when it never will."""
+        if len(self.heard) < _FRAME.size:
+            return None
+        size = _FRAME.size + _FRAME.unpack_from(self.heard)[0]
+        if size > largest or len(self.heard) > size:
+            return False
+        return True if len(self.heard) == size else None
 
     def take(self) -> bytes:
         """What was heard and not taken yet."""

@@ -1,7 +1,8 @@
 """The supervisor's entry: find the strongest tier that really works here, say so, serve.
 
 ``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then as many of companions,
-then of live processes; tiers 2 and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs. The first frame to the gateway is ``hello`` with the
+then of live processes; tiers 2 and 1), marks (as many), num_slots, num_live, packages, profiles, fork_server_runs,
+memory_cgroup. The first frame to the gateway is ``hello`` with the
 tier, or ``refused`` with why each tier failed.
 """
 
@@ -13,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from . import landlock, native, seccomp, wire
+from . import landlock, memcg, native, seccomp, wire
 from .places import COMPANION, LIVE, PROGRAM, Places
 from .run import Limits
 from .slots import Slot
@@ -46,7 +47,9 @@ _PROBE_DISK_BYTES = 1 << 20
 _PROBE_LIMITS = Limits(10.0, 10.0, 512 << 20, 16, 65536, 0, 1 << 20, 64, _PROBE_DISK_BYTES, 64)
 
 
-def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tuple[Supervisor, list[str]] | str:
+def _try_tier(
+    gateway: socket.socket, tier: str, settings: dict[str, Any], memory: memcg.MemoryGroups | None
+) -> tuple[Supervisor, list[str]] | str:
     """A supervisor that has run the probe and what was refused in it; or why this tier does not work."""
     own_users = tier in ("2", "1")
     num_all = 2 * settings["num_slots"] + settings["num_live"]
@@ -67,7 +70,7 @@ def _try_tier(gateway: socket.socket, tier: str, settings: dict[str, Any]) -> tu
     num = settings["num_slots"]
     places = Places({PROGRAM: slots[:num], COMPANION: slots[num : 2 * num], LIVE: slots[2 * num :]})
     try:
-        supervisor = Supervisor(gateway, tier, places, zygote)
+        supervisor = Supervisor(gateway, tier, places, zygote, memory)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
     except OSError as error:
         return f"tier {tier}: {error}"
@@ -106,8 +109,11 @@ def main() -> None:
     gateway = socket.socket(fileno=settings["channel"])
     become_supervisor()
     reasons: list[str] = []
+    num_all = 2 * settings["num_slots"] + settings["num_live"]
+    granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
+    memory = granted if isinstance(granted, memcg.MemoryGroups) else None
     for tier in settings["tiers"]:
-        outcome = _try_tier(gateway, tier, settings)
+        outcome = _try_tier(gateway, tier, settings, memory)
         if not isinstance(outcome, str):
             supervisor, refused = outcome
             supervisor.start_profiles(settings["profiles"])
@@ -116,9 +122,15 @@ def main() -> None:
                 "seccomp": seccomp.is_supported(),
                 "landlock_abi": landlock.abi_version(),
                 "cpp": os.access(native.COMPILER, os.X_OK),
+                "memory_cgroup": memory.version if memory is not None else 0,
+                "why_no_cgroup": granted if isinstance(granted, str) else "",
             }
             gateway.sendall(wire.encode({"kind": "hello", "tier": tier, "facts": facts, "reasons": reasons}))
             supervisor.serve()
+            if memory is not None:
+                memory.close()
             return
         reasons.append(outcome)
+    if memory is not None:
+        memory.close()
     gateway.sendall(wire.encode({"kind": "refused", "reasons": reasons}))

@@ -17,7 +17,7 @@ PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", 
 MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
          "binary": BINARY, "cells": CELLS}  # fmt: skip
 
-# program text, stdin, stdout, stderr, note, ask, answer; at tier 2 also the slot's pid namespace
+# program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace
 SOURCE_FD, STDIN_FD, STDOUT_FD, STDERR_FD, NOTE_FD, ASK_FD, ANSWER_FD, NAMESPACE_FD = range(8)
 MAX_FDS = 8
 

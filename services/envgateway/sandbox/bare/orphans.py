@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from . import procfs
 from .forkserver import ForkServers
@@ -16,9 +16,11 @@ _COUNT_USER_EVERY_S = 1.0
 class Orphans:
     """What this process, the child subreaper, has adopted."""
 
-    def __init__(self, tier: str, forks: ForkServers) -> None:
+    def __init__(self, tier: str, forks: ForkServers, helpers: Set[int]) -> None:
+        """``helpers``: our own children that are no fork servers."""
         self._tier = tier
         self._forks = forks
+        self._helpers = helpers
         self._pid = os.getpid()
         self._user_tasks = 0
         self._count_again = 0.0
@@ -27,8 +29,8 @@ class Orphans:
         """Children of ours that we did not start. At tier 2 there are none: the rooms adopt them."""
         if self._tier == "2":
             return []
-        zygotes = self._forks.pids
-        return [pid for pid in procfs.children(self._pid) if pid not in zygotes]
+        ours = self._forks.pids | self._helpers
+        return [pid for pid in procfs.children(self._pid) if pid not in ours]
 
     def reap(self, runs: Sequence[Run]) -> None:
         """Collect the dead, and charge them to the run whose user they ran as."""

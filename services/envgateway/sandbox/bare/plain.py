@@ -6,6 +6,10 @@
     ["l", ...] ["t", ...] ["s", ...] ["z", ...]        list, tuple, set, frozenset
     ["d", key, value, key, value, ...]                 dict
     ["L", ...] ["T", ...]                              linked list of ListNode; tree of TreeNode, level by level
+    ["r", 0, 9, 1] ["q", ...]                          range; deque
+    ["n", "<f8", ["t", 2, 3], ...]                     array of numpy: type, shape, values in order
+    ["N", "Point", ["t", "x"], ...]                    named tuple: type, fields, values
+    ["F", 1, 3] ["D", "0.1"]                           Fraction; Decimal
     ["h", 3]                                           an object that stays in its process, by number
     ["o", "deque"]                                     anything else, by the name of its type: equal to nothing
 
@@ -15,9 +19,11 @@ base class, so no override of ``__class__``, ``__eq__``, ``__iter__`` or ``__ind
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from _json import encode_basestring_ascii as _quote  # by reference: nobody can put another json in its place
+from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -130,7 +136,7 @@ class _Writer:
         elif issubclass(kind, list):
             self._write_all("l", list.__iter__(value), depth)
         elif issubclass(kind, tuple):
-            self._write_all("t", tuple.__iter__(value), depth)
+            self._write_tuple(value, kind, depth)
         elif issubclass(kind, set):
             self._write_all("s", set.__iter__(value), depth)
         elif issubclass(kind, frozenset):
@@ -151,6 +157,44 @@ class _Writer:
             self._write(value, depth + 1)
         self._parts.append("]")
 
+    def _write_tuple(self, value: Any, kind: type, depth: int) -> None:
+        fields = vars(kind).get("_fields") if self._handle is not None and kind is not tuple else None
+        if type(fields) is tuple and len(fields) == tuple.__len__(value) and all(type(name) is str for name in fields):
+            name = type.__getattribute__(kind, "__name__")
+            self._parts.append(f'["N",{_quote(str(name))},["t"{"".join("," + _quote(field) for field in fields)}]')
+            for part in tuple.__iter__(value):
+                self._parts.append(",")
+                self._write(part, depth + 1)
+            self._parts.append("]")
+        else:
+            self._write_all("t", tuple.__iter__(value), depth)
+
+    def _write_library(self, value: Any, kind: type, depth: int) -> bool:
+        """Values of the library that are plain data as well; False for all others."""
+        module = type.__getattribute__(kind, "__module__")
+        if kind is range:
+            self._write_all("r", iter((value.start, value.stop, value.step)), depth)
+        elif kind is deque:
+            self._write_all("q", deque.__iter__(value), depth)
+        elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic):
+            self._write(value.item(), depth + 1)
+        elif module == "numpy" and kind is sys.modules["numpy"].ndarray and value.dtype.kind in "biufcU":
+            if value.dtype.itemsize > 16 and value.dtype.kind != "U":  # wider than Python's own numbers
+                return False
+            shape = ",".join(map(int.__repr__, value.shape))
+            self._parts.append(f'["n",{_quote(value.dtype.str)},["t"{"," if shape else ""}{shape}]')
+            for part in list.__iter__(value.ravel().tolist()):
+                self._parts.append(",")
+                self._write(part, depth + 1)
+            self._parts.append("]")
+        elif module == "fractions" and kind is sys.modules["fractions"].Fraction:
+            self._write_all("F", iter((value.numerator, value.denominator)), depth)
+        elif module == "decimal" and kind is sys.modules["decimal"].Decimal:
+            self._parts.append(f'["D",{_quote(kind.__str__(value))}]')
+        else:
+            return False
+        return True
+
     def _write_object(self, value: Any, kind: type, depth: int) -> None:
         name = type.__getattribute__(kind, "__name__")
         try:
@@ -160,8 +204,7 @@ class _Writer:
             if name == "TreeNode":
                 self._write_all("T", list.__iter__(_tree_values(value)), depth)
                 return
-            if type.__getattribute__(kind, "__module__") == "numpy" and issubclass(kind, _numpy_scalar()):
-                self._write(value.item(), depth + 1)
+            if self._write_library(value, kind, depth):
                 return
         except (AttributeError, KeyError):  # only named like a node
             pass
@@ -172,10 +215,6 @@ class _Writer:
             self._parts.append(f'["h",{self._handle(value)}]')
         else:
             self._parts.append(f'["o",{_quote(str(type.__getattribute__(kind, "__name__")))}]')
-
-
-def _numpy_scalar() -> Any:
-    return sys.modules["numpy"].generic
 
 
 def _linked_values(node: Any) -> list[Any]:
@@ -222,7 +261,64 @@ _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "d": lambda parts: dict(zip(parts[::2], parts[1::2], strict=True)),
     "L": Linked,
     "T": Tree,
+    "r": lambda parts: range(*parts),
+    "q": deque,
+    "n": lambda parts: _array(parts[0], parts[1], parts[2:]),
+    "N": lambda parts: _named(parts[0], parts[1])(*parts[2:]),
+    "F": lambda parts: __import__("fractions").Fraction(*parts),
+    "D": lambda parts: __import__("decimal").Decimal(parts[0]),
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
+def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
+    import numpy
+
+    if kind[1:2] not in "biufcU" or (kind[1:2] != "U" and int(kind[2:]) > 16):
+        raise ValueError(f"an array of {kind!r} is no plain data")
+    made = numpy.array(values) if kind[1:2] == "U" else numpy.array(values, dtype=numpy.dtype(kind))
+    return made.reshape(shape)
+
+
+def change(old: Any, new: Any) -> None:
+    """Make ``old`` what ``new`` is, in place and part by part; what cannot change in place is left as it is."""
+    if isinstance(old, list) and isinstance(new, list):
+        for index, (mine, its) in enumerate(zip(old, new, strict=False)):
+            old[index] = _changed(mine, its)
+        old[len(new) :] = new[len(old) :]
+    elif isinstance(old, dict) and isinstance(new, dict):
+        values = {name: _changed(old[name], value) if name in old else value for name, value in new.items()}
+        old.clear()
+        old.update(values)
+    elif isinstance(old, set) and isinstance(new, (set, frozenset)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque) and isinstance(new, deque):
+        old.clear()
+        old.extend(new)
+    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for mine, its in zip(old, new, strict=True):
+            change(mine, its)
+    elif isinstance(old, ListNode) and isinstance(new, ListNode):
+        old.val, old.next = new.val, new.next
+    elif isinstance(old, TreeNode) and isinstance(new, TreeNode):
+        old.val, old.left, old.right = new.val, new.left, new.right
+    elif type(old).__module__ == "numpy" and type(new) is type(old) and getattr(old, "shape", None) == getattr(new, "shape", ()):  # fmt: skip
+        old[...] = new
+
+
+def _changed(old: Any, new: Any) -> Any:
+    """The old object in its new state where it can have it, else the new one."""
+    mutable = (list, dict, set, deque, ListNode, TreeNode)
+    if type(old) is type(new) and isinstance(old, mutable):
+        change(old, new)
+        return old
+    return new
 
 
 def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: bool = False) -> Any:
@@ -245,7 +341,7 @@ def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: boo
         if nodes and tag == "T":
             return build_tree(values)
         return _READ_ALL[tag](values)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, ImportError) as error:
         raise ValueError(f"no tree of plain data: {error!r}") from error
 
 

@@ -14,6 +14,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PF_EXITING = 0x4  # in the flags of /proc/<pid>/stat
 
 
+_SOCKET_BYTES, _PIPE_BYTES = 212_992, 65_536  # what the kernel lets one hold, unless it was asked for more
+
+
 class Usage(NamedTuple):
     """Of a set of live processes; ``cpu_s`` includes the children that they have waited for."""
 
@@ -108,6 +111,27 @@ def proportional_bytes(pids: Iterable[int]) -> int:
                 total += int(line.split()[1]) * 1024
                 break
     return total
+
+
+def least_bytes(pids: Iterable[int]) -> int:
+    """What processes hold at least, whatever they share: the largest resident set."""
+    return max((resident_bytes(pid) for pid in pids), default=0)
+
+
+def buffer_bytes(pids: Iterable[int]) -> int:
+    """What the sockets and pipes of these processes may hold in the kernel, each counted once."""
+    found: dict[str, int] = {}
+    for pid in pids:
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:"):
+                    found[target] = _SOCKET_BYTES
+                elif target.startswith("pipe:"):
+                    found[target] = _PIPE_BYTES
+        except OSError:  # the process has ended, or closed it
+            continue
+    return sum(found.values())
 
 
 def resident_bytes(pid: int) -> int:

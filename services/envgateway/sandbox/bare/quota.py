@@ -1,4 +1,4 @@
-"""What a program has put on the disk, where no sized file system bounds it: a bounded walk over its work dir.
+"""What a program has put on the disk, where no sized file system bounds it: a bounded walk over its slot's directory.
 
 Written beside a stranger who moves things while they are counted: nothing is followed, nothing is opened but
 directories, and the walk ends as soon as the quota is passed, so its cost is bounded by the quota.
@@ -21,10 +21,10 @@ _CLOSED = "a directory that is closed to being counted"  # where programs run as
 class DiskQuota:
     """Of one run. ``exceeded`` says what was passed, for people; empty while all is well."""
 
-    def __init__(self, work_dir: str, disk_bytes: int, num_files: int, now: float) -> None:
-        self._work_dir = work_dir
+    def __init__(self, directory: str, disk_bytes: int, num_files: int, now: float) -> None:
+        self._directory = directory
         self._bytes = disk_bytes
-        self._files = num_files
+        self._files = num_files + 1  # the work dir itself
         self._next = now + _FIRST_SWEEP_S
         self._written: dict[int, int] = {}
 
@@ -37,10 +37,10 @@ class DiskQuota:
         if sum(self._written.values()) > _REWRITES * self._bytes:
             return "bytes written"
         try:
-            top = os.open(self._work_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            top = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except PermissionError:
             return _CLOSED
-        except OSError:  # removed: the wipe deals with it
+        except OSError:  # replaced: the wipe deals with it
             return ""
         self._left_files = self._files
         self._left_bytes = self._bytes - sum(_unlinked_bytes(pid, os.fstat(top).st_dev) for pid in pids)

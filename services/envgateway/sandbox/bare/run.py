@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
-from . import messages, procfs
+from . import memcg, messages, procfs
 from .forkserver import Zygote
 from .quota import DiskQuota
 from .slots import Slot
@@ -20,6 +21,8 @@ _LATER_LOOK_EVERY_S = 0.020
 _IDLE_LOOK_EVERY_S = 0.250  # of a process that nobody has asked anything
 _MOST_DISCARDED = 1 << 20  # in one look
 _START_TIMEOUT_S = 30.0  # a fork server that is still importing; the run's own time begins with its process
+_BUFFERS_EVERY_S = 0.1
+_SHARES_PAUSE = 5  # times what a look at the shares took: a program with many mappings makes it slow
 _F_SETPIPE_SZ = 1031
 _LARGEST_PIPE = 1 << 20
 
@@ -127,9 +130,13 @@ class Run:
         self.strays_cpu_s = 0.0
         self.adopted_before_s = 0.0  # what the slot's room had waited for before this run
         self.peak_memory_bytes = 0
+        self._group = _InGroup(slot) if slot.memory is not None else None
+        self._buffer_bytes = 0  # what its sockets and pipes may hold, where no cgroup counts it
+        self._next_buffers = now + _BUFFERS_EVERY_S
+        self._next_shares = now
         self._seen_ticks: dict[int, int] = {}
         self.turn: Turn | None = None  # of a process that lives on, while it is asked something
-        self._quota = None if slot.has_own_disk else DiskQuota(slot.work_dir, limits.disk_bytes, limits.num_files, now)
+        self._quota = None if slot.has_own_disk else DiskQuota(slot.directory, limits.disk_bytes, limits.num_files, now)
 
     def begin(self, pid: int, now: float) -> None:
         """The fork server has forked it: its time runs from here."""
@@ -185,21 +192,22 @@ class Run:
         if self.turn is not None and self.turn.is_beyond_grace(now):
             self.detail = "it could not be interrupted"
             return self.turn.why
-        if now >= self.deadline:
-            self.detail = "wall time" if self.pid is not None else "the fork server did not fork"
-            return "TIME_LIMIT" if self.pid is not None else "INFRA_ERROR"
-        self.next_look = self._after(now)
         self.read_note()
+        if now >= self.deadline:
+            return self._out_of_time()
+        self.next_look = self._after(now)
         if self.pid is None:
             return None
         family = procfs.descendants([self.pid, *strays])
         used = procfs.usage(family, self._seen_ticks)
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
+        if self._group is not None and self._group.look(family, self.limits.memory_bytes):
+            return "MEMORY_LIMIT"
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
             self.detail = "more processes than allowed"
             return "RUNTIME_ERROR"
-        if used.resident_bytes > self.limits.memory_bytes and self._shares_too_much(family, used.resident_bytes):
+        if self._takes_too_much(family, used.resident_bytes, now):
             return "MEMORY_LIMIT"
         if self.cpu_s > self.limits.cpu_s:
             self.detail = "CPU time"
@@ -221,10 +229,35 @@ class Run:
             return "RUNTIME_ERROR"
         return None
 
-    def _shares_too_much(self, family: list[int], resident_bytes: int) -> bool:
-        """The sum of resident sets counts a page that children share once for each: decide by the shares."""
+    def _out_of_time(self) -> str:
+        if self.pid is None:
+            self.detail = "the fork server did not fork"
+        elif not self._note:  # the program has not begun, and can neither take the note away nor write it
+            self.detail = "confinement took all of the program's time"
+        else:
+            self.detail = "wall time"
+            return "TIME_LIMIT"
+        return "INFRA_ERROR"
+
+    def _takes_too_much(self, family: list[int], resident_bytes: int, now: float) -> bool:
+        """The sum of resident sets counts a page that children share once for each: decide by the shares.
+
+        Asking for the shares takes the kernel a step for each mapping, so it is done seldom where it is slow; in between,
+        and where a cgroup holds the limit, the largest process decides.
+        """
+        if self._group is None and now >= self._next_buffers:
+            self._buffer_bytes = procfs.buffer_bytes(family)
+            self._next_buffers = now + _BUFFERS_EVERY_S
+        resident_bytes += self._buffer_bytes
+        if resident_bytes <= self.limits.memory_bytes:
+            return False
         if len(family) > 1:
-            resident_bytes = procfs.proportional_bytes(family)
+            resident_bytes = procfs.least_bytes(family) + self._buffer_bytes
+            in_doubt = resident_bytes <= self.limits.memory_bytes and self._group is None
+            if in_doubt and now >= self._next_shares:
+                began = time.monotonic()
+                resident_bytes = procfs.proportional_bytes(family) + self._buffer_bytes
+                self._next_shares = now + _SHARES_PAUSE * (time.monotonic() - began)
         self.peak_memory_bytes = max(self.peak_memory_bytes, resident_bytes)
         return resident_bytes > self.limits.memory_bytes
 
@@ -234,13 +267,21 @@ class Run:
         return "OUTPUT_LIMIT" if self.is_flooded or self.answer.truncated else None
 
     def read_note(self) -> None:
-        """The child's own channel: ready or failed, then what is a verdict of its own."""
+        """The child's own channel: ready or failed, then what is a verdict of its own.
+
+        A socket, which unlike a pipe cannot be opened by name: what was written is not for the program to take back.
+        """
         if len(self._note) > 64:
             return
         try:
             self._note += os.read(self._note_fd, 4096)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):
             pass
+
+    def left_its_process(self) -> None:
+        """Its first process has ended: a last look at what is gone with the others."""
+        if self._group is not None and self._group.has_killed() and self.stop_status is None:
+            self.stop_status = "MEMORY_LIMIT"
 
     def close(self) -> None:
         self.drain()
@@ -263,9 +304,10 @@ class Run:
             "truncated": self.is_flooded,
             "wall_s": (self.ended or self.started) - self.started,
             "cpu_s": self.cpu_s,
-            "peak_memory_bytes": self.peak_memory_bytes,
+            "peak_memory_bytes": max(self.peak_memory_bytes, self._group.peak_bytes if self._group is not None else 0),
             "tier": tier,
             "detail": self.detail,
+            "slot_s": time.monotonic() - self.started if self.pid is not None else 0.0,
         }
         return head, [bytes(self.stdout.data), bytes(self.stderr.data), bytes(self.answer.data)]
 
@@ -294,10 +336,47 @@ class Run:
         return "RUNTIME_ERROR"
 
 
+class _InGroup:
+    """A run in its slot's cgroup: moved there at its first look, killed when the kernel kills one of its processes."""
+
+    def __init__(self, slot: Slot) -> None:
+        assert slot.memory is not None
+        self._memory: memcg.SlotMemory = slot.memory
+        self._moved: set[int] = set()
+        self._kills_before = 0
+        self._bytes_before = 0
+        self.peak_bytes = 0
+
+    def look(self, family: list[int], limit_bytes: int) -> bool:
+        """Whether the limit was passed."""
+        if not self._moved:
+            self._begin(limit_bytes)
+        new = [pid for pid in family if pid not in self._moved]
+        for pid in new if not self._moved else memcg.missing(new, self._memory):
+            if not self._memory.move(pid):
+                new.remove(pid)
+        self._moved.update(new)
+        return self.has_killed()
+
+    def _begin(self, limit_bytes: int) -> None:
+        try:
+            self._memory.limit(limit_bytes)
+        except OSError:  # what the kernel still holds there cannot be freed yet; the old limit stays
+            pass
+        self._kills_before = self._memory.num_kills()
+        self._bytes_before = self._memory.usage_bytes()  # files that are read stay there until they are in the way
+
+    def has_killed(self) -> bool:
+        if not self._moved:
+            return False
+        self.peak_bytes = max(self.peak_bytes, self._memory.usage_bytes() - self._bytes_before)
+        return self._memory.num_kills() > self._kills_before
+
+
 def never_begun(run_id: int, status: str, tier: str) -> tuple[dict[str, Any], list[bytes]]:
     """The answer's head and blobs for a run that had no process."""
     head = {
         "kind": "result", "id": run_id, "status": status, "exit_code": None, "signal": None, "truncated": False,
-        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "",
+        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "", "slot_s": 0.0,
     }  # fmt: skip
     return head, [b"", b"", b""]

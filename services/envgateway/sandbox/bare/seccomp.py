@@ -1,7 +1,8 @@
 """A seccomp filter for sandboxed Python: no network, no ptrace, no mount, no exec, no signals to others.
 
 Knows system call numbers of x86_64 and aarch64 and how to assemble classic BPF; knows nothing about slots or limits.
-It is a list of refusals on top of default allow: uid, Landlock and rlimits carry what a program may do with files.
+It is a list of refusals on top of default allow, up to the highest number that is known here; what is newer does not exist
+for a program. Uid, Landlock and rlimits carry what a program may do with files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Iterable
 
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
@@ -19,7 +21,7 @@ _RET_ALLOW = 0x7FFF0000
 _RET_ERRNO = 0x00050000
 _RET_KILL_PROCESS = 0x80000000
 _LD_W_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
-_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1 = 0, 4, 16, 24
+_OFFSET_NR, _OFFSET_ARCH, _OFFSET_ARG0, _OFFSET_ARG1, _OFFSET_ARG2, _OFFSET_ARG3 = 0, 4, 16, 24, 32, 40
 _RLIMIT_MSGQUEUE = 12
 
 # CLONE_NEW* (namespaces) and CLONE_PARENT, which would make a grandchild look like the zygote's own child.
@@ -51,6 +53,8 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
     "process_madvise": (440, 440),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "process_mrelease": (448, 448),
     # other programs
     "execve": (59, 221),
@@ -83,6 +87,7 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "swapon": (167, 224),
     "swapoff": (168, 225),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
     "acct": (163, 89),
     "syslog": (103, 116),
     "settimeofday": (164, 170),
@@ -112,6 +117,11 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "msgctl": (71, 187),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
+    # what tells of other programs' use of the files that all may read
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "cachestat": (451, 451),
     # scheduling
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
@@ -137,7 +147,25 @@ _ARGUMENT_FILTERED = {
     "prlimit64": (302, 261),
     "setrlimit": (160, 164),
     "unshare": (272, 97),
+    "sched_setaffinity": (203, 122),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "flock": (73, 32),
+    "prctl": (157, 167),
+    "mmap": (9, 222),
+    "setsockopt": (54, 208),
 }
+# Numbers from 424 on are the same everywhere. What follows mseal (462) changes metadata by path, reads mounts or is not
+# known here: it does not exist for a program, and libraries fall back to what is older.
+_FIRST_UNKNOWN = 463
+# fcntl: locks that processes of different users see on the files that all may read, and who is sent a signal
+_LOCK_COMMANDS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+_OWNER_COMMANDS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+_F_SETPIPE_SZ = 1031
+_OWNER_REQUESTS = (0x8901, 0x8902)  # ioctl: FIOSETOWN, SIOCSPGRP
+_PR_SCHED_CORE = 62
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_BUFFER_OPTIONS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE
 
 
 class _FilterProgram(ctypes.Structure):
@@ -173,7 +201,40 @@ _EXECUTING = ("execve", "execveat")
 _NAMESPACING = ("setns", "mount")
 
 
-def _common_filter(tier: str, may_execute: bool) -> bytes:
+def _when(condition: list[bytes], answer: bytes) -> bytes:
+    """``answer`` when one of the conditions holds, each an instruction that compares what was loaded and jumps by (0, 1)."""
+    return b"".join(part for one in condition for part in (one, answer))
+
+
+def _of_call(number: int, offset: int, values: Iterable[int], answer: bytes) -> bytes:
+    """``answer`` when a call has one of these values as its argument; expects the call's number, and leaves it loaded."""
+    compared = _when([_instruction(_JEQ, value, 0, 1) for value in values], answer)
+    body = _instruction(_LD_W_ABS, offset) + compared + _instruction(_LD_W_ABS, _OFFSET_NR)
+    return _instruction(_JEQ, number, 0, len(body) // 8) + body
+
+
+def _unaccounted_memory() -> bytes:
+    """Where no cgroup counts it: memory that is in no resident set, and buffers in the kernel beyond the ordinary."""
+    number = _numbers(_ARGUMENT_FILTERED)
+    refused = _instruction(_RET, _RET_ERRNO | errno.ENOMEM)
+    shared = [
+        _instruction(_LD_W_ABS, _OFFSET_ARG3),
+        _instruction(_JSET, _MAP_SHARED, 0, 2),
+        _instruction(_JSET, _MAP_ANONYMOUS, 0, 1),
+        refused,
+        _instruction(_LD_W_ABS, _OFFSET_NR),
+    ]
+    return b"".join(
+        [
+            _instruction(_JEQ, number["mmap"], 0, len(shared)),
+            *shared,
+            _of_call(number["fcntl"], _OFFSET_ARG1, (_F_SETPIPE_SZ,), _REFUSE),
+            _of_call(number["setsockopt"], _OFFSET_ARG2, _BUFFER_OPTIONS, _PRETEND),
+        ]
+    )
+
+
+def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
     """What no process of the sandbox needs once it is up, fork server and children alike."""
     number = _numbers(_ARGUMENT_FILTERED)
     refused_numbers = _numbers(
@@ -189,10 +250,19 @@ def _common_filter(tier: str, may_execute: bool) -> bytes:
         _instruction(_RET, _RET_KILL_PROCESS),
         _instruction(_LD_W_ABS, _OFFSET_NR),
     ]
-    if machine() == "x86_64":  # the x32 calling convention would slip past the numbers below
-        parts += [_instruction(_JGE, 0x40000000, 0, 1), _instruction(_RET, _RET_ERRNO | errno.ENOSYS)]
+    # also the x32 calling convention, which would slip past the numbers below
+    parts += [_instruction(_JGE, _FIRST_UNKNOWN, 0, 1), _instruction(_RET, _RET_ERRNO | errno.ENOSYS)]
     for refused in refused_numbers.values():
         parts += [_instruction(_JEQ, refused, 0, 1), _REFUSE]
+    # A lock on a library that all may read would be a message to whoever reads it, too: none is ever taken, which no
+    # program can tell that shares its files with nobody.
+    parts += [
+        _instruction(_JEQ, number["flock"], 0, 1),
+        _PRETEND,
+        _of_call(number["fcntl"], _OFFSET_ARG1, _LOCK_COMMANDS, _PRETEND),
+    ]
+    if not accounted:
+        parts.append(_unaccounted_memory())
     if tier == "2":  # a mount namespace only; never a user namespace, which would hand out capabilities
         parts += [
             _instruction(_JEQ, number["unshare"], 0, 4),
@@ -239,6 +309,16 @@ def _child_filter(pid: int, processes: bool) -> bytes:
             _instruction(_LD_W_ABS, _OFFSET_NR),
             _instruction(_JEQ, number["unshare"], 0, 1),
             _REFUSE,
+            # who is sent a signal when a descriptor is ready; and the cores of another process
+            _of_call(number["fcntl"], _OFFSET_ARG1, _OWNER_COMMANDS, _REFUSE),
+            _of_call(number["ioctl"], _OFFSET_ARG1, _OWNER_REQUESTS, _REFUSE),
+            _of_call(number["prctl"], _OFFSET_ARG0, (_PR_SCHED_CORE,), _REFUSE),
+            _instruction(_JEQ, number["sched_setaffinity"], 0, 5),
+            _instruction(_LD_W_ABS, _OFFSET_ARG0),
+            _instruction(_JEQ, 0, 2, 0),
+            _instruction(_JEQ, pid, 1, 0),
+            _REFUSE,
+            _ALLOW,
             # kill and tgkill on itself and its own process group, nobody else
             _instruction(_JEQ, number["kill"], 1, 0),
             _instruction(_JEQ, number["tgkill"], 0, 6),
@@ -251,8 +331,11 @@ def _child_filter(pid: int, processes: bool) -> bytes:
             # every limit may be lowered but one: the hard RLIMIT_MSGQUEUE is the mark by which a stray is found
             _instruction(_JEQ, number["setrlimit"], 0, 2),
             _instruction(_LD_W_ABS, _OFFSET_ARG0),
-            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 3, 4),
-            _instruction(_JEQ, number["prlimit64"], 0, 3),
+            _instruction(_JEQ, _RLIMIT_MSGQUEUE, 6, 7),
+            _instruction(_JEQ, number["prlimit64"], 0, 6),
+            _instruction(_LD_W_ABS, _OFFSET_ARG0),  # the gateway has the same user
+            _instruction(_JEQ, 0, 1, 0),
+            _instruction(_JEQ, pid, 0, 2),
             _instruction(_LD_W_ABS, _OFFSET_ARG1),
             _instruction(_JEQ, _RLIMIT_MSGQUEUE, 0, 1),
             _REFUSE,
@@ -264,9 +347,12 @@ def _child_filter(pid: int, processes: bool) -> bytes:
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def refuse_common(tier: str, may_execute: bool) -> None:
-    """Install the long filter, once, in the process that forks; children inherit it for nothing."""
-    _install(_common_filter(tier, may_execute))
+def refuse_common(tier: str, may_execute: bool, accounted: bool) -> None:
+    """Install the long filter, once, in the process that forks; children inherit it for nothing.
+
+    ``accounted``: a cgroup counts all memory, also what is in no resident set.
+    """
+    _install(_common_filter(tier, may_execute, accounted))
 
 
 def refuse_for_child(processes: bool = False) -> None:

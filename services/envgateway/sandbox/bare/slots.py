@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import stat
 
 from . import procfs
 from .jail import Room
+from .memcg import SlotMemory
 
 
 class Slot:
@@ -23,14 +23,14 @@ class Slot:
         self.mark = mark
         self.own_user = tier in ("2", "1")
         self.has_own_disk = tier == "2"
+        self.memory: SlotMemory | None = None  # where the machine grants cgroups
         self._room: Room | None = None
         self._wipes = 0
+        self._clean_state: tuple[tuple[int, ...], ...] | None = None  # of both directories; None is unknown
         self.directory = os.path.join(base_dir, f"slot-{index}")
         self.work_dir = os.path.join(self.directory, "work")
         os.makedirs(self.directory, mode=0o711, exist_ok=True)
-        os.chmod(self.directory, 0o711)
-        if not os.path.lexists(self.work_dir):
-            self._make_work_dir()
+        self.wipe()
 
     def _make_work_dir(self) -> None:
         os.mkdir(self.work_dir, 0o700)
@@ -59,26 +59,39 @@ class Slot:
             self._room = None
 
     def wipe(self) -> None:
-        """Leave an empty work dir behind, whatever the program made of it."""
-        if self.has_own_disk:  # it went with the last process that could see it
+        """Leave an empty work dir behind, and nothing beside it, whatever the program made of either.
+
+        A directory that was changed in any way is made anew or cleared, so that its times, modes and attributes tell the
+        next program nothing. Raises ``OSError`` when there is no work dir to be had: the slot is not given to a program.
+        """
+        if self.has_own_disk and self._clean_state is not None:  # it went with the last process that could see it
             return
-        try:
-            state = os.lstat(self.work_dir)
-            untouched = (
-                stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == 0o700 and state.st_uid == self.uid
-            )
-            if untouched and not os.listdir(self.work_dir):
-                return
-        except OSError:  # renamed, removed or unreadable (not root): made anew below
-            pass
-        # moved away before it is removed, so that a tree that resists costs disk, never the next program's clean start
-        self._wipes += 1
-        if os.path.lexists(self.work_dir):
-            os.rename(self.work_dir, os.path.join(self.directory, f".old-{self._wipes}"))
-        self._make_work_dir()
+        if self._clean_state is not None and self._clean_state == self._state():
+            return
+        os.chmod(self.directory, 0o700)
+        _clear_attributes(self.directory)
         for name in os.listdir(self.directory):
-            if name != "work":
-                remove_tree(os.path.join(self.directory, name))
+            # moved away first, so that a tree that resists costs disk, never the next program's clean start
+            self._wipes += 1
+            old = os.path.join(self.directory, f".old-{os.getpid()}-{self._wipes}")
+            try:
+                os.rename(os.path.join(self.directory, name), old)
+            except OSError:  # a mount, or a name that was there: then it is removed where it is
+                old = os.path.join(self.directory, name)
+            remove_tree(old)
+        self._make_work_dir()
+        os.chmod(self.directory, 0o711)
+        self._clean_state = self._state()
+
+    def _state(self) -> tuple[tuple[int, ...], ...] | None:
+        """Of the slot's directory and an empty work dir; None when it is not empty, or alone."""
+        try:
+            if os.listdir(self.directory) != ["work"] or os.listdir(self.work_dir):
+                return None
+            states = (os.lstat(self.directory), os.lstat(self.work_dir))
+        except OSError:  # renamed, removed or closed
+            return None
+        return tuple((s.st_mode, s.st_uid, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in states)
 
     def strays(self, among: list[int]) -> list[int]:
         """Those of the processes that belong to this slot; at tier 2 whatever its room has adopted."""
@@ -115,9 +128,25 @@ def _kill_if_there(pid: int, sign: signal.Signals) -> None:
         pass
 
 
+def _clear_attributes(path: str) -> None:
+    """Extended attributes, which a program may have left there for the next."""
+    try:
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name.startswith("user."):
+                os.removexattr(path, name, follow_symlinks=False)
+    except OSError:  # a file system without them
+        pass
+
+
 def kill_user(uid: int) -> None:
-    """SIGKILL to every process of a slot user, from a helper that has become that user and no other."""
-    helper = os.fork()
+    """SIGKILL to every process of a slot user, from a helper that has become that user and no other.
+
+    Nothing happens on a machine that is out of processes: whoever waits for them to be gone asks again.
+    """
+    try:
+        helper = os.fork()
+    except OSError:
+        return
     if helper == 0:
         try:
             os.setgroups([])

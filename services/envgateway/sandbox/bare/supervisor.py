@@ -17,7 +17,7 @@ import socket
 import time
 from typing import Any
 
-from . import messages, procfs
+from . import memcg, messages, procfs
 from .conversation import Conversation
 from .forkserver import ForkServers, Zygote
 from .gateway_end import GatewayEnd
@@ -36,10 +36,20 @@ _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 class Supervisor:
     """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
 
-    def __init__(self, gateway: socket.socket, tier: str, places: Places, zygote: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        gateway: socket.socket,
+        tier: str,
+        places: Places,
+        zygote: dict[str, Any],
+        memory: memcg.MemoryGroups | None = None,
+    ) -> None:
+        """``memory``: a cgroup for each slot, where the machine grants them."""
         self._tier = tier
         self._places = places
         self._slots = places.slots
+        for slot in self._slots if memory is not None else []:
+            slot.memory = memory.slots[slot.index]
         self._line = Line(places.num(PROGRAM))
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}
@@ -48,9 +58,10 @@ class Supervisor:
         self._gateway = GatewayEnd(self._epoll, gateway)
         self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._forks = ForkServers(
-            self._epoll, {**zygote, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots]}
-        )
-        self._orphans = Orphans(tier, self._forks)
+            self._epoll, {**zygote, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
+                          "accounted": memory is not None},
+        )  # fmt: skip
+        self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
         self._forks.start("plain")
 
     def start_profiles(self, profiles: list[str]) -> None:
@@ -63,8 +74,8 @@ class Supervisor:
         for run_id in self._forks.died(zygote):
             if run_id in self._runs:
                 run = self._runs[run_id]
-                run.stop_status = "INFRA_ERROR"
-                run.detail = "the fork server died"
+                if run.stop_status is None:
+                    run.stop_status, run.detail = "INFRA_ERROR", "the fork server died"
                 self._begin_cleaning(run, time.monotonic())
         self._forks.zygote(zygote.profile)
 
@@ -195,6 +206,14 @@ class Supervisor:
         held_back = run.turn is not None and run.turn.awaits_signal and not last
         if not conversation.heard or held_back:
             return
+        if run.is_live and not last:
+            whole = conversation.is_whole_frame(run.limits.answer_bytes)
+            if whole is False or run.turn is None:
+                run.detail = "the code wrote to the process's own channel"
+                self._stop(run, "RUNTIME_ERROR")
+                return
+            if whole is None:  # the turn, and with it the time limit, goes on
+                return
         said = conversation.take()
         if run.is_live:
             told, output = run.end_turn()
@@ -208,7 +227,7 @@ class Supervisor:
         slot = self._places.take(head["place"])
         source_fd = sealed(source)
         stdin_fd = sealed(stdin) if stdin else self._devnull
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(4)]
+        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe(), os.pipe2(os.O_CLOEXEC)]
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
         out, err, note, answer = (read_end for read_end, _ in pipes)
@@ -262,6 +281,7 @@ class Supervisor:
             run.stop_status, run.detail = "INFRA_ERROR", "the slot's first process died"
         run.cpu_s = max(run.cpu_s, cpu_s + run.strays_cpu_s)
         run.peak_memory_bytes = max(run.peak_memory_bytes, peak)
+        run.left_its_process()
         self._begin_cleaning(run, now)
         self._clean(run, now)
 
@@ -285,13 +305,22 @@ class Supervisor:
             run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
             run.slot.kill(strays)
             return
+        try:
+            run.slot.wipe()
+        except OSError:  # the disk is full for a moment, or something is still going: looked at again
+            return
         del self._cleaning[run.id]
         run.close()
-        run.slot.wipe()
         self._places.give_back(run.slot)
         self._line.ended(run.id)
         self._begin_next()
         self._gateway.send(*run.result(self._tier))
+
+
+def _no_pipe() -> tuple[int, int]:
+    """For the note: where programs run as our own user they could open a pipe by name, and read what was written."""
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
 
 
 def become_supervisor() -> None:

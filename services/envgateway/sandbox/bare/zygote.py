@@ -159,7 +159,8 @@ class Zygote:
             # found once: walking all modules in a child would copy a page for nearly each
             self._own_modules = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
             tools = native.TOOL_TREES if self._profile == "native" else []
-            self._confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools)
+            self._confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools,
+                                             settings["accounted"])  # fmt: skip
             self._confinement.prepare_parent()
         except (OSError, ImportError) as error:  # told to whoever asks for a run: the probe
             self._confinement = error
@@ -282,6 +283,6 @@ def _read_all(fd: int) -> bytes:
 
 
 def main() -> None:
-    """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir) as JSON."""
+    """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir, accounted) as JSON."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     Zygote(channel, json.loads(sys.argv[2])).serve()

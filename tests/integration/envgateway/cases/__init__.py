@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import isolation, judging, native, processes, resources
+from . import exchange, isolation, judging, native, processes, resources
 from .model import Bad
 
 ALL: list[Bad] = sorted(
-    [*processes.CASES, *resources.CASES, *isolation.CASES, *judging.CASES, *native.CASES], key=lambda case: case.number
+    [*processes.CASES, *resources.CASES, *isolation.CASES, *judging.CASES, *native.CASES, *exchange.CASES],
+    key=lambda case: case.number,
 )

@@ -151,8 +151,8 @@ CASES: list[Bad] = [
     bad(42, "line-numbers", "\n\nraise ValueError('here')", RE, check=lambda r: "line 3" in first(r).stderr),
     bad(42, "syntax-error-of-many-cases", "def", CE, tests=_SAMPLES, check=_is(CE, CE, CE, CE)),  # type: ignore[arg-type]
     bad(42, "function-that-is-not-there", "def g(n): return n", RE, tests=_CALL),
-    bad(42, "no-cases", "print(1)", IR, tests=StdinTests(cases=())),
-    bad(42, "tests-that-are-no-program", "def f(n): return n", IR, tests=AssertTests(tests="def check(", entry_point="f")),
+    bad(42, "no-cases", "print(1)", Verdict.INVALID_TESTS, tests=StdinTests(cases=())),
+    bad(42, "tests-that-are-no-program", "def f(n): return n", Verdict.INVALID_TESTS, tests=AssertTests(tests="def check(", entry_point="f")),
     bad(42, "method", "class Solution:\n    def f(self, n: int) -> List[int]:\n        return list(range(1, n))", OK, tests=_METHOD),
     _compared("nan-as-number", "print('nan')", "nan", _M.FLOAT, WA),
     _compared("nan-as-literal", "print(float('nan'))", "nan", _M.LITERAL, WA),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import math
 
 import jwt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import UnauthenticatedError
+from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import tokens
 from services.common.security.certificates import make_key, public_part
 from services.common.security.roles import Role
@@ -98,3 +99,36 @@ def test_only_the_runs_own_algorithm_is_taken() -> None:
 def test_another_runs_key_signs_nothing_here() -> None:
     with pytest.raises(UnauthenticatedError, match="another run's key"):
         check(tokens.mint(make_key(), "r1", Role.OPERATOR, NOW, 1))
+
+
+ABSURD = [
+    math.inf, -math.inf, math.nan, 1e300, 1e10, NOW + 3600.0, NOW + 0.5, True, False, None, "", str(NOW + 3600), "Infinity",
+    [NOW + 3600], {"at": NOW}, -1, 10**12, 10**30, 253_402_300_800, int(NOW + tokens.LONGEST_S) + 1,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ABSURD, ids=repr)
+@pytest.mark.parametrize("name", ["exp", "iat"])
+def test_a_time_that_is_none_is_refused_though_it_is_signed(name: str, moment: object) -> None:
+    times = {"iat": int(NOW), "exp": int(NOW) + 3600, name: moment}
+    for now in (NOW, 0.0, 1e12):
+        with pytest.raises(UnauthenticatedError):
+            check(jwt.encode(claims(**times), KEY, algorithm="ES256"), now)
+
+
+def test_a_token_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(UnauthenticatedError, match="no run token"):
+        check(jwt.encode(claims(iat=int(NOW), exp=int(NOW) - 1), KEY, algorithm="ES256"))
+
+
+@pytest.mark.parametrize("name", ["run", "jti", "role"])
+@pytest.mark.parametrize("said", [1, True, None, ["r1"], {"r1": 1}])
+def test_a_name_that_is_no_text_is_refused(name: str, said: object) -> None:
+    with pytest.raises(UnauthenticatedError, match="no run token"):
+        check(jwt.encode(claims(**{name: said}), KEY, algorithm="ES256"))
+
+
+@pytest.mark.parametrize("hours", [math.inf, math.nan, 1e9, -1.0, tokens.LONGEST_S / 3600 + 1])
+def test_no_token_is_made_that_nobody_would_take(hours: float) -> None:
+    with pytest.raises(ConfigError, match="hours"):
+        tokens.mint(KEY, "r1", Role.VIEWER, NOW, hours)

@@ -1,0 +1,76 @@
+"""What ``run.deterministic`` asks of a recipe: the settings under which one seed gives the same weights, bit for bit.
+
+The final weights are then a function of recipe and starting checkpoint: they depend neither on when rollouts finish, nor on
+which replica plays them, nor on which processes die meanwhile (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.common.config.recipe import Recipe
+
+# A rollout of these brings several sequences, of a number that is known only when it ends.
+_SEVERAL_SEQUENCES = ("actor_verifier", "codegen_verifier", "external_agent")
+
+
+def conflicts(recipe: Recipe) -> list[str]:
+    """The settings with which a run cannot be repeated bit for bit, each with what to write instead."""
+    return [*_of_the_run(recipe), *_of_policies(recipe), *_of_engines(recipe)]
+
+
+def _of_the_run(recipe: Recipe) -> list[str]:
+    found = []
+    if len(recipe.policies) > 1:
+        found.append(f"policies has {', '.join(recipe.policies)}: keep one")
+    if recipe.workflow.name in _SEVERAL_SEQUENCES:
+        found.append(
+            f"workflow.name is {recipe.workflow.name}, whose rollouts bring several sequences: write one of single_turn, "
+            "tool_use, tool_math, agent_env"
+        )
+    if recipe.data.curation != "accept_all":
+        found.append(
+            f"data.curation is {recipe.data.curation}, which chooses tasks by what has finished: write accept_all"
+        )
+    return found
+
+
+def _of_policies(recipe: Recipe) -> list[str]:
+    found = []
+    for name, policy in recipe.trained_policies.items():
+        where = f"policies.{name}"
+        if policy.batch.max_staleness:
+            found.append(
+                f"{where}.batch.max_staleness is {policy.batch.max_staleness}: write 0, so that every rollout of a step plays "
+                "the version before it"
+            )
+        if policy.batch.replay.ratio:
+            found.append(f"{where}.batch.replay.ratio is {policy.batch.replay.ratio:g}: write 0")
+        trainer = policy.trainer
+        for key, value, wanted in (
+            ("device", trainer.device, "cpu"), ("num_ranks", trainer.num_ranks, 1), ("threads", trainer.threads, 1),
+        ):  # fmt: skip
+            if value != wanted:
+                found.append(f"{where}.trainer.{key} is {value}: write {wanted}")
+    return found
+
+
+def _of_engines(recipe: Recipe) -> list[str]:
+    found = []
+    for name, service in recipe.inference.items():
+        where = f"inference.{name}"
+        if service.engine == "sglang":
+            found.append(
+                f"{where}.engine is sglang, whose arithmetic depends on which requests run together: write torch"
+            )
+            continue
+        if service.engine_slots not in (None, 1):
+            found.append(
+                f"{where}.engine_slots is {service.engine_slots}: leave it out, one request is computed at a time"
+            )
+        if service.engine != "scripted":
+            for key, value, wanted in (("device", service.device, "cpu"), ("threads", service.threads, 1)):
+                if value != wanted:
+                    found.append(f"{where}.{key} is {value}: write {wanted}")
+    return found

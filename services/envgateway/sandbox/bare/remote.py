@@ -1,0 +1,261 @@
+"""The program as test code sees it: names and objects of another process, and what that process raises.
+
+Tests call, read, iterate and index an object of the program; each step is a question over the link. They never send a
+value to be compared: an object of the program equals another of the same type and state, and no plain data. What the
+program raises comes back as the nearest built-in exception that it is by identity, but for those that end an iteration,
+which become ``RuntimeError``. A raised exception counts as handled only when a handler of the tests has had it (``caught``):
+what the library or the interpreter swallows, the case still fails by.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from typing import Any
+
+from . import plain
+from .calls import read_frame, write_frame
+
+# What ends an iteration silently, wherever it is raised; groups, which cannot be made of a message alone.
+_NEVER = (StopIteration, StopAsyncIteration, *([ExceptionGroup] if sys.version_info >= (3, 11) else []))
+_ENDED = object()
+
+
+class CallFailedError(BaseException):
+    """The program died in a call; not an Exception, so that no test code takes it for an answer."""
+
+
+class UnsendableError(BaseException):
+    """The tests pass the program what cannot cross, such as a function of theirs: they cannot judge."""
+
+
+class Link:
+    """The two descriptors to whoever runs the program, and what it has raised in the case at hand."""
+
+    def __init__(self, ask_fd: int, answer_fd: int) -> None:
+        self._ask = ask_fd
+        self._answer = answer_fd
+        self.num_calls = 0
+        self.raised: list[BaseException] = []  # and no handler of the tests has had
+        self.ever_raised: list[BaseException] = []
+        self.unusable = ""  # why the tests cannot judge, where a call of theirs has shown it
+        self.keeps_arguments = False  # what the program does to its arguments is not shown to the tests
+        self.changed_arguments = False  # a call that returned a value has changed its arguments
+
+    def tell(self, message: dict[str, Any]) -> None:
+        write_frame(self._answer, json.dumps(message))
+
+    def ask(self, message: dict[str, Any]) -> Any:
+        """The value of the reply; ``_ENDED`` at the end of an iteration. Raises what the program raised."""
+        return self._value(self._reply(message))
+
+    def call(self, target: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reply = self._reply({**target, "args": outgoing(args, self), "kwargs": outgoing(kwargs, self)})
+        if "changed" in reply:
+            self._show_changes(reply, [*args, *kwargs.values()])
+        return self._value(reply)
+
+    def caught(self) -> None:
+        """A handler of the tests has the exception that is being handled."""
+        seen: set[int] = set()
+        waiting: list[BaseException | None] = [sys.exc_info()[1]]
+        while waiting:
+            error = waiting.pop()
+            if error is None or id(error) in seen:
+                continue
+            seen.add(id(error))
+            waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        self.raised = [error for error in self.raised if id(error) not in seen]
+
+    def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.num_calls += 1
+        self.tell({"call": message})
+        frame = read_frame(self._ask)
+        if frame is None:
+            raise CallFailedError("nobody answers")
+        if frame[:1] != b"R":
+            raise CallFailedError(frame[1:].decode())
+        try:
+            reply = plain.parse(frame[1:])
+        except ValueError as broken:
+            raise CallFailedError(f"no reply: {broken}") from None
+        if not isinstance(reply, dict):
+            raise CallFailedError("no reply")
+        return reply
+
+    def _value(self, reply: dict[str, Any]) -> Any:
+        try:
+            if "ended" in reply:
+                return _ENDED
+            if "error" not in reply:
+                return self._read(reply["value"])
+            error = _exception(reply)
+        except (ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError) as broken:
+            raise CallFailedError(f"no reply: {broken}") from None  # not what our harness writes
+        self.raised.append(error)
+        self.ever_raised.append(error)
+        raise error
+
+    def _read(self, tree: Any) -> Any:
+        return plain.from_tree(tree, lambda number: Remote(self, {"handle": number}), nodes=True)
+
+    def _show_changes(self, reply: dict[str, Any], sent: list[Any]) -> None:
+        """What the program has done to its arguments, done to those of the tests."""
+        if reply.get("value") is not None:
+            self.changed_arguments = True
+        if self.keeps_arguments and reply.get("value") is not None:
+            return
+        try:
+            for index, tree in reply["changed"]:
+                plain.change(sent[index], self._read(tree))
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as broken:
+            raise CallFailedError(f"no reply: {broken}") from None
+
+
+def _exception(reply: dict[str, Any]) -> Exception:
+    """The nearest built-in exception of what the program raised, ``RuntimeError`` for what would end an iteration."""
+    for name in plain.from_tree(reply["error"]):
+        kind = getattr(builtins, str(name), None)
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            continue
+        if issubclass(kind, _NEVER):
+            return RuntimeError(f"the program raised {name}: {reply['message']}")
+        try:
+            return kind(reply["message"])
+        except TypeError:  # UnicodeDecodeError and its like want more than a message
+            continue
+    return RuntimeError(reply["message"])
+
+
+def outgoing(value: Any, link: Link) -> Any:
+    """The tree of an argument; objects of the program go back as their numbers."""
+
+    def number(remote: Any) -> int:
+        if isinstance(remote, Remote):
+            return remote._number()
+        link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
+        raise UnsendableError(link.unusable)
+
+    return json.loads(plain.encode(value, number))
+
+
+class Remote:
+    """A function or object of the program's process."""
+
+    def __init__(self, link: Link, target: dict[str, Any]) -> None:
+        self._link = link
+        self._target = target
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._link.call(self._target, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__" and "name" in self._target:
+            return str(self._target["name"]).rpartition(".")[2]
+        if name.startswith("__") and name != "__name__":
+            raise AttributeError(name)
+        if "name" in self._target:
+            return Remote(self._link, {"name": f"{self._target['name']}.{name}"})
+        try:
+            return self._link.ask({**self._target, "attribute": name})
+        except AttributeError:
+            self._link.caught()  # that something is not there is an answer, as ``hasattr`` takes it
+            raise
+
+    def __len__(self) -> int:
+        try:
+            return self._do("len")  # type: ignore[no-any-return]
+        except TypeError:
+            self._link.caught()  # has none: ``list`` asks every object, and goes on
+            raise
+
+    def _number(self) -> int:
+        if "handle" not in self._target:
+            found = self._link.ask({**self._target, "find": True})
+            if not isinstance(found, Remote):
+                raise CallFailedError("no reply: a name of the program is no object")
+            self._target = {**found._target, **self._target}
+        return int(self._target["handle"])
+
+    def _do(self, what: str, *args: Any) -> Any:
+        return self._link.ask({"handle": self._number(), "special": what, "args": outgoing(args, self._link)})
+
+    def _state(self) -> tuple[Any, Any]:
+        """The name of the type, and the attributes; None for what has none."""
+        name, state = self._do("state")
+        return name, state
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Remote):
+            return False
+        if self._number() == other._number():
+            return True
+        mine, its = self._state(), other._state()
+        return mine[1] is not None and mine == its
+
+    def __hash__(self) -> int:
+        return hash(str(self._state()[0]))
+
+    def __iter__(self) -> Any:
+        return _Iterator(self._do("iter"))
+
+    def __reversed__(self) -> Any:
+        return _Iterator(self._do("reversed"))
+
+    def __next__(self) -> Any:
+        value = self._do("next")
+        if value is _ENDED:
+            raise StopIteration
+        return value
+
+    def __contains__(self, item: object) -> bool:
+        return any(item is part or item == part for part in self)
+
+    def __bool__(self) -> bool:
+        return True if "name" in self._target else self._do("bool") is True
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and value._do("isinstance", self) is True
+
+    def __lt__(self, other: Any) -> Any:
+        return self._ordered("lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._ordered("le", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._ordered("gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._ordered("ge", other)
+
+    def _ordered(self, what: str, other: Any) -> Any:
+        return self._do(what, other) is True if isinstance(other, Remote) else NotImplemented
+
+
+def _asking(what: str) -> Any:
+    def method(self: Remote, *args: Any) -> Any:
+        return self._do(what, *args)
+
+    return method
+
+
+for _name in ("str", "repr", "int", "float", "index", "abs", "neg", "getitem", "setitem", "delitem", "add", "sub",
+              "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "enter", "exit"):  # fmt: skip
+    setattr(Remote, f"__{_name}__", _asking(_name))
+
+
+class _Iterator:
+    """An iteration over an object of the program: only its own end ends it."""
+
+    def __init__(self, remote: Any) -> None:
+        if not isinstance(remote, Remote):
+            raise TypeError("the program's iterator is no iterator")
+        self._remote = remote
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self._remote.__next__()

@@ -1,0 +1,241 @@
+"""What a program may not gain by its bytes, its memory or its files: rows 54 to 59, at every tier.
+
+54  a harness's channel: garbage, half frames, frames of others; never another try
+55  the sandbox's own signals; never another try
+56  memory that is in no resident set
+57  files beside the work dir
+58  the gateway and other processes of the same user
+59  locks and notifications on files that all may read
+"""
+
+from __future__ import annotations
+
+from services.envgateway.judge.records import AssertTests, CallCase, CallTests, StdinCase, StdinTests, Verdict
+
+from .model import ML, OK, RE, WA, Bad, bad, first
+
+ABOUT_THE_PROGRAM = tuple(verdict for verdict in Verdict if verdict.is_about_the_program)
+_NOT_RIGHT = tuple(v for v in ABOUT_THE_PROGRAM if v not in (OK, Verdict.INVALID_REQUEST))
+
+_LOOP = AssertTests(  # a loop is nothing that can be read off: these tests run, beside the program
+    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate(n) == 5\n", entry_point="f"
+)
+_PASSED_ON = AssertTests(
+    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate([candidate(n)]) == 5\n",
+    entry_point="f",
+)
+_CALL = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected=5),))
+
+_IN_THE_CHANNEL = {
+    "garbage": "os.write(6, b'\\xff' * 4)",
+    "zeros": "os.write(6, b'\\0' * 4)",
+    "half-a-frame": "os.write(6, b'\\0\\0\\0\\7ab'); os._exit(0)",
+    "half-and-sleep": "os.write(6, b'\\0\\0\\0\\7ab'); time.sleep(30)",
+    "megabytes": "os.write(6, b'\\0\\0\\1\\0' + b'x' * 40000); os._exit(3)",
+    "a-flood": "[os.write(6, b'\\0\\0\\0\\1x' * 9000) for _ in range(4000)]",
+    "nested": "os.write(6, struct.pack('!I', 6000) + b'[' * 3000 + b']' * 3000); os._exit(0)",
+    "wrong-tags": "t = b'[\"d\",[\"f\",\"zz\"],[\"i\",\"0xg\"],{},[\"T\",[\"q\"]]]'; os.write(6, struct.pack('!I', len(t)) + t); os._exit(0)",
+    "a-lone-surrogate": "t = b'\"\\\\ud800\"'; os.write(6, struct.pack('!I', len(t)) + t); os._exit(0)",
+    "closed": "os.close(6)",
+    "asks-closed": "os.close(5); time.sleep(.05)",
+    "reads-its-asks": "os.set_blocking(5, False); os.read(5, 9)",
+    "all-closed": "os.closerange(0, 64)",
+    "stopped": "os.kill(os.getpid(), 19)",
+    "killed": "os.kill(os.getpid(), 9)",
+    "a-child-writes": "os.fork() or [os.write(6, b'\\xff\\xff') for _ in range(9)]",
+    "daemon": "os.fork() or (os.setsid(), os.fork(), time.sleep(30))",
+    "swallows": "open('/proc/self/fd/6', 'rb', 0).read(1)",
+}  # fmt: skip
+
+
+def _in_the_channel(name: str, code: str) -> list[Bad]:
+    function = f"import os, struct, time\ndef f(n):\n    {code}\n    return 6\n"
+    at_once = f"import os, struct, time\n{code}\ndef f(n):\n    return 6\n"
+    limits = {"wall_s": 0.5} if name in ("half-and-sleep", "stopped", "swallows", "daemon") else {"wall_s": 2.0}
+    return [
+        bad(54, f"tests-{name}", function, *_NOT_RIGHT, tests=_LOOP, **limits),
+        bad(54, f"tests-at-once-{name}", at_once, *_NOT_RIGHT, tests=_LOOP, **limits),
+        bad(54, f"call-{name}", function, *_NOT_RIGHT, tests=_CALL, **limits),
+    ]
+
+
+_SIGNALS = {
+    "read-by-name": "os.read(os.open('/proc/self/fd/4', os.O_RDONLY | os.O_NONBLOCK), 9)",
+    "read": "os.set_blocking(4, False); os.read(4, 9)",
+    "both-ways": "os.read(os.open('/proc/self/fd/4', os.O_RDWR | os.O_NONBLOCK), 9)",
+    "closed": "os.close(4)",
+    "says-failed": "os.write(4, b'E nothing works')",
+    "flood": "os.set_blocking(4, False); [os.write(4, b'E' * 4096) for _ in range(999)]",
+    "shut": "import socket; socket.socket(fileno=os.dup(4)).shutdown(2)",
+    "descriptors": "import socket; socket.send_fds(socket.socket(fileno=os.dup(4)), [b'x'], [0, 1])",
+    "of-the-parent": "os.read(os.open(f'/proc/{os.getppid()}/fd/4', os.O_RDONLY | os.O_NONBLOCK), 9)",
+}
+
+
+def _signals(name: str, code: str) -> Bad:
+    text = f"import os\ntry:\n    {code}\nexcept (OSError, ValueError): pass\nprint('done', flush=True)\nos._exit(7)\n"
+    return bad(55, name, text, RE)
+
+
+_KEPT = "time.sleep(.15)\nprint('kept')\n"
+_MEMORY = {
+    "shared": "m = mmap.mmap(-1, 400 << 20)\nfor i in range(0, 400 << 20, 1 << 20):\n"
+    "    m[i:i + (1 << 20)] = b'x' * (1 << 20); m.madvise(mmap.MADV_DONTNEED, i, 1 << 20)\n",
+    "many-small": "keep = []\nfor i in range(800):\n    m = mmap.mmap(-1, 1 << 19); m[:] = b'x' * (1 << 19)\n"
+    "    m.madvise(mmap.MADV_DONTNEED); keep.append(m)\n",
+    "resized": "keep = []\nfor i in range(25):\n    m = mmap.mmap(-1, 16 << 20); m[:] = b'x' * (16 << 20)\n"
+    "    libc.munmap(ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(m)) + 4096), (16 << 20) - 4096)\n"
+    "    keep.append(m)\n",
+    "zeros": "fd = os.open('/dev/zero', os.O_RDWR)\nm = mmap.mmap(fd, 400 << 20)\nfor i in range(0, 400 << 20, 1 << 20):\n"
+    "    m[i:i + (1 << 20)] = b'x' * (1 << 20); m.madvise(mmap.MADV_DONTNEED, i, 1 << 20)\n",
+    "memfd": "fd = os.memfd_create('x')\nfor i in range(400): os.write(fd, b'x' * (1 << 20))\n",
+    "secret": "assert libc.syscall(447, 0) >= 0\n",
+    "named": "with open('/dev/shm/x', 'wb') as f:\n    for i in range(400): f.write(b'x' * (1 << 20))\n",
+    "system-v": "assert libc.shmget(0, 400 << 20, 0o1600) >= 0\n",
+    "over-children": "for _ in range(6):\n    if os.fork() == 0: break\nm = mmap.mmap(-1, 60 << 20)\n"
+    "for i in range(0, 60 << 20, 1 << 20):\n"
+    "    m[i:i + (1 << 20)] = b'x' * (1 << 20); m.madvise(mmap.MADV_DONTNEED, i, 1 << 20)\ntime.sleep(1)\n",
+}  # fmt: skip
+
+
+def _memory(name: str, code: str) -> Bad:
+    text = f"import ctypes, mmap, os, time\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n{code}{_KEPT}"
+    return bad(56, name, text, ML, RE, check=lambda result: "kept" not in first(result).stdout, wall_s=8.0)
+
+
+_BUFFERS = """
+import fcntl, os, socket, time
+for _ in range(6):
+    if os.fork() == 0:
+        break
+keep = []
+try:
+    while True:
+        a, b = socket.socketpair() if SOCKETS else os.pipe()
+        for end in (a, b) if SOCKETS else (b,):
+            try:
+                if SOCKETS:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+                else:
+                    fcntl.fcntl(end, 1031, 1 << 20)
+            except OSError:
+                pass
+            os.set_blocking(end if isinstance(end, int) else end.fileno(), False)
+            try:
+                while True:
+                    os.write(end if isinstance(end, int) else end.fileno(), b"x" * 4096)
+            except OSError:
+                pass
+        keep.append((a, b))
+except OSError:
+    pass
+time.sleep(.5)
+"""
+_DISK = """
+import os
+for where in ("..", ".", "../beside", "../../x"):
+    try:
+        os.makedirs(where, exist_ok=True)
+        for i in range(40):
+            with open(f"{where}/f{i}", "wb") as f:
+                f.write(b"x" * (1 << 19))
+    except OSError:
+        pass
+import time
+time.sleep(.3)
+print("kept")
+"""
+_GATEWAY = """
+import ctypes, fcntl, os, resource, signal, socket, struct
+libc = ctypes.CDLL(None, use_errno=True)
+pid, done = JUDGE_PID, []
+def attempt(name, function):
+    try:
+        function()
+        done.append(name)
+    except (OSError, ValueError):
+        pass
+def call(*arguments):
+    if libc.syscall(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+mask = ctypes.create_string_buffer(b"\\1" + b"\\0" * 127)
+for target in {pid, os.getppid(), 1} - {0}:
+    for limit in range(16):
+        attempt(f"prlimit {limit}", lambda: resource.prlimit(target, limit, (3, 3)))
+    attempt("affinity", lambda: call(203, target, 128, mask))
+    attempt("priority", lambda: os.setpriority(os.PRIO_PROCESS, target, 19))
+    attempt("user's priority", lambda: os.setpriority(os.PRIO_USER, 0, 19))
+    attempt("io priority", lambda: call(251, 1, target, 3 << 13))
+    for number in (0, 9, 19, 34):
+        attempt("kill", lambda: os.kill(target, number))
+        attempt("queue", lambda: call(129, target, number, b"\\0" * 128))
+        attempt("tgkill", lambda: call(234, target, target, number))
+    attempt("group", lambda: os.killpg(pid, 0))
+    attempt("pidfd", lambda: call(434, target, 0))
+    attempt("memory", lambda: call(310, target, b"", 1, b"", 1, 0))
+    attempt("trace", lambda: call(101, 16, target, 0, 0))
+    attempt("migrate", lambda: call(256, target, 8, b"\\1" + b"\\0" * 7, b"\\1" + b"\\0" * 7))
+    attempt("core", lambda: call(157, 62, 1, target, 0, 0))
+    attempt("oom", lambda: open(f"/proc/{target}/oom_score_adj", "w").write("1000"))
+    read, write = socket.socketpair()
+    def by_signal():
+        fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(read, fcntl.F_SETOWN, target)
+        fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        write.send(b"x")
+        raise OSError  # whether it was sent is seen by who dies
+    attempt("by signal", by_signal)
+    try:
+        fcntl.ioctl(read, 0x8901, struct.pack("i", target))
+        write.send(b"x")
+    except OSError:
+        pass
+for number in [425, 443, 447, 451, *range(463, 600)]:
+    attempt(f"call {number}", lambda: call(number, 0, 0, 0, 0, 0, 0))
+resource.prlimit(0, resource.RLIMIT_NOFILE, (32, 32))
+resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+print("DONE", sorted(set(done)))
+"""
+_LOCKS = """
+import ctypes, fcntl, os, struct, sys
+seen = []
+path = "/etc/ld.so.cache"
+other = os.open(path, os.O_RDONLY)
+mine = os.open(path, os.O_RDONLY)
+fcntl.flock(mine, fcntl.LOCK_EX)
+try:
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    seen.append("flock")
+fcntl.fcntl(mine, 37, struct.pack("hhqqi", 0, 0, 0, 0, 0))
+found = fcntl.fcntl(other, 36, struct.pack("hhqqi", 1, 0, 0, 0, 0))
+if struct.unpack("hhqqi", found)[0] != 2:
+    seen.append("record lock")
+libc = ctypes.CDLL(None)
+if libc.inotify_init() >= 0 or libc.inotify_init1(0) >= 0:
+    seen.append("notifications")
+import sqlite3
+base = sqlite3.connect("data.db")
+base.execute("create table t (n)")
+base.execute("insert into t values (7)")
+base.commit()
+print(seen, sqlite3.connect("data.db").execute("select n from t").fetchall())
+"""
+
+CASES: list[Bad] = [
+    *(case for name, code in _IN_THE_CHANNEL.items() for case in _in_the_channel(name, code)),
+    bad(54, "tests-hands-back-too-much", "def f(n):\n    return 'x' * 6_000_000 if n == 3 else [n, n]\n",
+        *_NOT_RIGHT, tests=_PASSED_ON),
+    bad(54, "tests-hands-back-much-in-small-parts", "def f(n):\n    return [[]] * 900_000\n", *_NOT_RIGHT, tests=_PASSED_ON),
+    bad(54, "tests-stdin", "import os\nos.write(6, b'xx')\n", *ABOUT_THE_PROGRAM, tests=StdinTests(cases=(StdinCase(),))),
+    *(_signals(name, code) for name, code in _SIGNALS.items()),
+    *(_memory(name, code) for name, code in _MEMORY.items()),
+    bad(56, "pipes", _BUFFERS.replace("SOCKETS", "False"), ML, RE, OK,
+        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=6.0),
+    bad(56, "sockets", _BUFFERS.replace("SOCKETS", "True"), ML, RE, OK,
+        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=6.0),
+    bad(57, "beside-the-work-dir", _DISK, RE, OK, WA, check=lambda result: True),
+    bad(58, "the-gateway", _GATEWAY, OK, check=lambda result: "DONE []" in first(result).stdout, wall_s=6.0),
+    bad(59, "locks", _LOCKS, OK, check=lambda result: first(result).stdout.startswith("[] [(7,)]")),
+]  # fmt: skip

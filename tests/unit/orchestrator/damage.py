@@ -1,0 +1,57 @@
+"""Ways to spoil a journal, for tests of what recovery makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.journal.index import INDEX_FILE, Row, remove_index
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.segments import segment_path
+
+
+def rows(run_dir: Path, kind: str, key: str | None = None) -> list[Row]:
+    reader = JournalReader(run_dir / "journal")
+    try:
+        return list(reader.rows_of(kind, key))
+    finally:
+        reader.close()
+
+
+def loaded(run_dir: Path, kind: str, key: str | None = None) -> list[dict[str, Any]]:
+    """Records of a kind that can be read."""
+    reader = JournalReader(run_dir / "journal")
+    try:
+        found = [reader.load(row) for row in reader.rows_of(kind, key)]
+        return [record for record in found if record is not None]
+    finally:
+        reader.close()
+
+
+def flip_header(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:
+    """Flip bits in the header of a record, and remove the index that knows it: nothing tells which record it was."""
+    row = rows(run_dir, kind, key)[which]
+    path = segment_path(run_dir / "journal", row.kind, row.segment)
+    data = bytearray(path.read_bytes())
+    data[row.offset - 12] ^= 0xFF
+    path.write_bytes(data)
+    remove_index(run_dir / "journal" / INDEX_FILE)
+    return row
+
+
+def remove(run_dir: Path, kind: str, *, with_index: bool) -> None:
+    """Delete every segment of a kind; ``with_index``: also what knows that they were there."""
+    for path in (run_dir / "journal").glob(f"{kind}-*"):
+        path.unlink()
+    if with_index:
+        remove_index(run_dir / "journal" / INDEX_FILE)
+
+
+def flip(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:
+    """Flip bits in the middle of a record."""
+    row = rows(run_dir, kind, key)[which]
+    path = segment_path(run_dir / "journal", row.kind, row.segment)
+    data = bytearray(path.read_bytes())
+    data[row.offset + row.length // 2] ^= 0xFF
+    path.write_bytes(data)
+    return row
