@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ConfigError, ModelMismatchError
@@ -42,10 +43,20 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=resolved, local_files_only=local, output_loading_info=True, trust_remote_code=False
+            str(path),
+            dtype=resolved,
+            local_files_only=local,
+            output_loading_info=True,
+            trust_remote_code=False,
+            weights_only=True,
         )
     except RuntimeError as error:  # transformers' word for weights whose shapes do not fit the config
         raise ModelMismatchError(f"{path}: weights do not fit config.json: {error}") from error
+    except UnpicklingError:  # whose text advises to load it all the same
+        raise ConfigError(
+            f"{path}: cannot load a causal language model: pytorch_model.bin holds more than tensors, which could run a "
+            "program; use a model in safetensors"
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot load a causal language model: {error}") from error
     model, found = loaded
