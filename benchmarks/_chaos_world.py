@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,8 +140,11 @@ class World:
             self._proxy.wait(10)
         self.client.close()
 
-    def unmount(self) -> None:
+    def unmount(self, keep: bool) -> None:
+        """Give the small disk back; ``keep`` leaves a copy of the run beside it."""
         if self.small_disk:
+            if keep:
+                shutil.copytree(self.run_dir, self.folder / "kept")
             subprocess.run(["umount", "-l", str(self.run_dir)], check=False)
 
     # -- what it says -------------------------------------------------------------------------------------------------
