@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from services.cli.fork_server import MODULES, ForkServer, Process
 from services.cli.orchestrator_client import OrchestratorClient
@@ -47,7 +46,7 @@ SMALL = [
     "evaluation.at_start=false",
     "evaluation.at_end=false",
     "warm_start={}",
-    "workflow.settings.reward=benchmarks._chaos_world:share_of_digits",
+    "workflow.settings.reward=benchmarks._chaos_hooks:share_of_digits",
     "rollout.infra_retries=9",
     f"orchestrator.lease_s={LEASE_S}",
     "orchestrator.min_free_bytes=4000000",
@@ -55,11 +54,6 @@ SMALL = [
     "orchestrator.retention=all",
     "launch.restarts=1000000",
 ]
-
-
-def share_of_digits(task: Any, completion: str) -> float:
-    """A reward that differs between the answers of a model that has learnt nothing yet."""
-    return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
 def fork_server(folder: Path) -> ForkServer:
