@@ -22,7 +22,14 @@ from services.common.refusals import RefusalReason as Reason
 from services.common.rpc.limits import limit_of
 from services.common.types import Logprobs, Purpose, Segment, Sequence, TaskGroupOrder, Trajectory
 from services.orchestrator.groups import GroupBy, group_key
-from services.orchestrator.record_facts import check_metrics, check_name, check_times, refuse, shown
+from services.orchestrator.record_facts import (
+    RecordRefusedError,
+    check_metrics,
+    check_name,
+    check_times,
+    refuse,
+    shown,
+)
 
 MOST_REWARD = 1e6
 LEAST_LOGPROB = -1e5  # the logits of a model, over the smallest temperature that anybody samples at
@@ -81,6 +88,19 @@ class RecordBounds:
         """The trainer of a policy says how many rows its embedding has; it is who must look ids up."""
         if vocab_size > 0:
             self.policies[policy] = replace(self.policies[policy], vocab_size=vocab_size)
+
+    def fault_of_trained(self, sequence: Sequence) -> str:
+        """Why the trainer of its policy would refuse a sequence of a recorded batch; empty when it would not. Its record may
+        have come in before the vocabulary was known."""
+        bounds = self.policies[sequence.policy]
+        written = [segment for segment in sequence.segments if segment.num_tokens]
+        try:
+            _check_ids(sequence, bounds.vocab_size)
+            for segment in written:
+                kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+        except (RecordRefusedError, ValueError) as error:
+            return str(error)
+        return "it begins with a token of the policy" if written and written[0].is_policy else ""
 
     def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Callable[[str], int]) -> None:
         """``newest``: the newest version of a policy that the ledger knows.
