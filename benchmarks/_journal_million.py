@@ -144,6 +144,7 @@ class _Run:
         self._writer.record(records.GROUP, name, records.group_to_json(issued))
         for index in range(num_done):
             line = self._trajectories[index][number % NUM_TEMPLATES].replace(_NAME, name.encode())
+            line = line.replace(b'"weight_version":0', b'"weight_version":%d' % self._step)
             self._writer.line(records.TRAJECTORY, rollouts.trajectory_key(name, index), line)
         if num_done == GROUP_SIZE:
             observed = {"task_group_id": name, "row": (number - 1) % 1000, "rewards": [0.0, 1.0] * (GROUP_SIZE // 2)}
