@@ -14,6 +14,7 @@ from services.cli.journal.checks import walk
 from services.cli.journal.progress import Advance
 from services.cli.trace.reading import open_journal
 from services.common.config.loading import load_resolved
+from services.common.config.policy import ReplayConfig
 from services.common.errors import BatchLostError
 from services.common.fates import SetAsideReason
 from services.orchestrator.batches import read_what_is_left
@@ -95,7 +96,7 @@ def compact_journal(run_dir: Path, *, dry_run: bool) -> Collected:
     """
     recipe = load_resolved(run_dir)
     oldest = {
-        policy: _oldest_checkpoint(run_dir, policy) - settings.batch.replay.max_staleness
+        policy: _oldest_checkpoint(run_dir, policy) - _trained_again(settings.batch.replay)
         for policy, settings in recipe.trained_policies.items()
     }
     with _held(run_dir):
@@ -121,6 +122,11 @@ async def _compact(run_dir: Path, oldest: dict[str, int], dry_run: bool) -> Coll
         return await asyncio.to_thread(carry_out, journal, plans, most_rewritten=_EVERY)
     finally:
         await journal.close()
+
+
+def _trained_again(replay: ReplayConfig) -> int:
+    """From how many steps back groups may be drawn again."""
+    return replay.max_staleness + 1 if replay.ratio > 0 else 0
 
 
 def _oldest_checkpoint(run_dir: Path, policy: str) -> int:

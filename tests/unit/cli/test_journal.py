@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,12 @@ def say(run_dir: Path, *words: str) -> tuple[int, str]:
 
 
 def asked(run_dir: Path, *words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(say(run_dir, *words, "--json")[1])
+    found: dict[str, Any] = json.loads(say(run_dir, *words, "--json")[1].splitlines()[-1])
     return found
 
 
 @pytest.fixture
-async def run(tmp_path: Path) -> AsyncIterator[Path]:
+async def run(tmp_path: Path) -> Path:
     """Two steps were trained; the orchestrator is gone."""
     world = World(tmp_path)
     await world.publish(0)
@@ -46,7 +45,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Path]:
     await world.settle()
     await world.close()
     save_resolved(world.ring.recipe, tmp_path)
-    yield tmp_path
+    return tmp_path
 
 
 def test_a_whole_journal_is_verified(run: Path) -> None:
@@ -119,7 +118,7 @@ def test_an_orchestrator_that_is_there_keeps_its_journal(run: Path) -> None:
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no journal"):
+    with pytest.raises(ConfigError, match="is no run directory"):
         repair_journal(tmp_path, lambda done, total: None, dry_run=False)
 
 
