@@ -13,9 +13,8 @@ from pathlib import Path
 import structlog
 
 from services.orchestrator.journal.damage import Damage, DamageReason
-from services.orchestrator.journal.frames import header_bytes
 from services.orchestrator.journal.index import Index, Indexed, Row
-from services.orchestrator.journal.scan import header_at, scan
+from services.orchestrator.journal.scan import header_before, scan
 from services.orchestrator.journal.segments import Place, segment_path, sizes_in
 
 log = structlog.get_logger()
@@ -108,7 +107,7 @@ def _scan_into(directory: Path, index: Index, place: Place, size: int) -> list[D
 def _is_same(directory: Path, place: Place, before: Indexed) -> bool:
     if not before.num_records:
         return True
-    header = header_at(directory, *place, before.last_offset - header_bytes(before.last_key))
+    header = header_before(directory, *place, before.last_offset, before.last_key)
     return header is not None and (header.number, header.key, header.checksum) == (
         before.last_number, before.last_key, before.last_checksum
     )  # fmt: skip

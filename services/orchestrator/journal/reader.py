@@ -22,7 +22,7 @@ from services.common.errors import CorruptDataError
 from services.orchestrator.journal.catching_up import compare, synchronise
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.frames import Unpacker, checksum_of
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, Index, Indexed, Row
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
 from services.orchestrator.journal.scan import scan
 from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
 
@@ -49,7 +49,7 @@ class JournalReader:
         self._private = False
         try:
             self._use_shared()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._use_private(error)
 
     # --- finding -----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class JournalReader:
                         last = row.number
                         yield row
                 return
-            except sqlite3.Error as error:
+            except UNUSABLE as error:
                 if index is self._index:
                     self._use_private(error)
 
@@ -179,7 +179,8 @@ class JournalReader:
             payload = os.pread(self._open(row), row.length, row.offset)
             if len(payload) == row.length and checksum_of(payload) == row.checksum:
                 return self._unpacker.unpack(payload), DamageReason.CHECKSUM
-        except FileNotFoundError:
+        except OSError as error:  # no file, or a disk that cannot read it
+            log.warning("journal.not_read", kind=row.kind, segment=row.segment, offset=row.offset, error=str(error))
             return None, DamageReason.LOST
         except CorruptDataError:
             pass
@@ -236,7 +237,7 @@ class JournalReader:
         if contradicts:
             raise sqlite3.DatabaseError("the segments do not have what the index says")
 
-    def _use_private(self, reason: sqlite3.Error) -> None:
+    def _use_private(self, reason: Exception) -> None:
         if self._private:
             raise reason
         log.warning("journal.read_without_index", directory=str(self._directory), reason=str(reason))
@@ -245,7 +246,7 @@ class JournalReader:
             if self._indexes:
                 private.copy_from(self._index)
             usable = private.is_consistent()
-        except sqlite3.Error:
+        except UNUSABLE:
             usable = False
         if not usable:
             private.close()
@@ -262,7 +263,7 @@ class JournalReader:
             return
         try:
             self._scan_tails()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._use_private(error)
 
     def _scan_tails(self) -> None:
