@@ -20,7 +20,15 @@ Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
 
 STEPS = 40
-KINDS = (records.TRAJECTORY, records.GROUP, records.VERDICT, records.CLOSED, records.STATE, records.VERSION, records.BATCH)
+KINDS = (
+    records.TRAJECTORY,
+    records.GROUP,
+    records.VERDICT,
+    records.CLOSED,
+    records.STATE,
+    records.VERSION,
+    records.BATCH,
+)
 
 
 def spoil(run_dir: Path, kind: str, rng: random.Random) -> None:
