@@ -257,7 +257,9 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
     if missing:
         lost = sorted({name.rpartition("/")[0] for name in missing})
         raise CorruptDataError(
-            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}"
+            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}: they are damaged "
+            "(`millrace journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
+            "before the oldest kept checkpoint"
         )
     return Batch(record=record, sequences=sequences, replayed=True)
 

@@ -191,6 +191,17 @@ async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: 
     assert path.read_bytes() == bytes(data)
 
 
+async def test_the_torn_end_of_a_segment_does_not_keep_it(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    path = segment_path(tmp_path, records.TRAJECTORY, 1)
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:60])  # a process died while writing
+    journal = open_journal()
+    await store(journal, "new")
+    assert collect(journal, {}, NEEDED).rewritten
+    assert left(tmp_path) == ["g3", "g7", "new"]
+    assert facts(tmp_path) == ([], [])
+
+
 async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, tmp_path: Path) -> None:
     for number in range(3):
         journal = open_journal()
