@@ -1,8 +1,9 @@
 """Can the judge be broken? Every bad input at each tier, then a hostile mix at full load beside honest jobs.
 
 Root has tiers 2 and 1, any other user U and 0. First each bad input of tests/integration/envgateway/cases (rows 1 to 48 of the
-table of bad inputs and 54 to 59, what a program may not gain by its bytes, memory and files; most in several forms), a judgement that is cancelled (49) and a supervisor that is killed in mid-run (50): the verdict must be the expected
-one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
+table of bad inputs, 54 to 59, what a program may not gain by its bytes, memory and files, and 60 to 65, what crosses
+between test code and a program; most in several forms), a judgement that is cancelled (49) and a supervisor that is killed
+in mid-run (50): the verdict must be the expected one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
 formulas: for these their tests are run, with real processes and a real Redis.
 
 Then, at each tier, half of the load is drawn from the bad inputs by seed and half are honest programs with a known verdict,

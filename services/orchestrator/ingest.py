@@ -201,12 +201,12 @@ class Ingest:
             if failure.reason == fates.TOO_OLD:  # nothing failed: it was cancelled
                 self._counters["slots_cancelled"] += 1
             else:
-                self._counters[self._counter_of(failure.reason)] += 1
+                self._counters[self.counter_of(failure.reason)] += 1
                 self.failures_in_a_row += 1
                 self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
 
-    def _counter_of(self, reason: str) -> str:
+    def counter_of(self, reason: str) -> str:
         """Reasons are words of replicas: what is no short name, or one too many, is counted with others."""
         name = f"failures_{reason.lower()}"
         known = name in self._counters or len(self._counters) < MOST_COUNTERS

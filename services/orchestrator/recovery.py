@@ -27,6 +27,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchRecord, EvaluationResult
 from services.orchestrator.quarantine import Quarantine
 from services.orchestrator.record_facts import RecordRefusedError, refuse
+from services.orchestrator.recount import KINDS, recount
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, spare_names, survey
@@ -316,7 +317,22 @@ class _Recovery:
             state = decode(self.reader, row, self.ring.aside, _state)
             if state is not None:
                 _apply_state(self.ring, state)
+                self._recount(row.number)
                 return
+        self._recount(0)
+
+    def _recount(self, since: int) -> None:
+        """Count what records behind the newest state tell, so that a kill takes nothing from the counters."""
+        is_counted = f"r.number > ? AND r.kind IN ({', '.join('?' * len(KINDS))})"
+        rows = self.reader.select(is_counted, (since, *KINDS), lambda row: row.number > since and row.kind in KINDS)
+        for row in rows:
+            found = decode(
+                self.reader,
+                row,
+                self.ring.aside,
+                lambda record, row=row: recount(row, record, self.ring.ingest.counter_of),
+            )
+            self.ring.counters.update(found or {})
 
     def _give_back(self) -> None:
         """Open slots stay with the replica that was playing them, as if its stream had just broken."""

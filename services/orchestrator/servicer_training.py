@@ -91,13 +91,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
 
     def _checkpoint_step(self, policy: str, step: int) -> int:
-        """What is recorded up to a checkpoint may be collected, so none is ahead of what was published.
+        """The newest checkpoint, at most the newest version: what is recorded up to a checkpoint may be collected.
 
-        Raises:
-            InvalidRequestError: it is.
+        A checkpoint is ahead of the ledger when the record of its version is lost.
         """
         newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
-        return bounds.check_number(f"checkpoint_step of {policy}", step, 0, max(newest, 0))
+        return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(newest, 0))
 
     def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
         """Of the kept checkpoints those that can be; none of them keeps every record."""

@@ -191,6 +191,9 @@ class LaunchConfig(Section):
     restarts: int = Field(default=3, ge=0)
     """Times in a row that a process is started again that was killed by a signal, or lost what it cannot go on without; one
     that has lived for ten minutes begins anew."""
+    fork: bool = True
+    """Fork trainers (of one rank) and replicas on a CPU with one thread from one process that has imported torch: they start,
+    and start again after a kill, without five seconds of importing, and share its memory."""
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)

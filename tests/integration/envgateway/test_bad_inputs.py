@@ -38,7 +38,7 @@ async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[Sa
     await started.close()
 
 
-_FROM_EXCHANGE = 54  # judged once in test_tests_as_code, too
+_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too
 
 
 @pytest.mark.parametrize(
