@@ -104,10 +104,13 @@ protos: $(STAMP) ## compile the protos into services/common/pb
 bench: $(STAMP) ## run every benchmark briefly, one after another; those that failed are named at the end
 	@$(BIN)/python benchmarks/_run_all.py --quick
 
+chaos: $(STAMP) ## kill, stop, flip and cut everything in a small run for 15 minutes, and audit what is left
+	@$(BIN)/python benchmarks/chaos.py
+
 study: $(STAMP) ## measure what is missing of docs/study.md, an hour or two in all on one core, and draw it
 	$(BIN)/python benchmarks/study.py
 
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench study clean
+.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench chaos study clean

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe, warm_start_dir
@@ -21,6 +21,9 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     address: str  # where its health service answers
+    forked: Literal["", "again", "always"] = (
+        ""  # from a process that has its imports; ``again``: only when it is started again
+    )
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,7 +48,8 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     ]
     specs = []
     if node == 0:
-        specs.append(_spec("orchestrator", orchestrator, "services.orchestrator", "--run-dir", str(run_dir)))
+        argv = ("services.orchestrator", "--run-dir", str(run_dir))
+        specs.append(_spec("orchestrator", orchestrator, *argv, forked="again"))
     if recipe.envgateway is not None and recipe.envgateway.node == node:
         specs.append(gateway_process(recipe.envgateway, run_dir, "--orchestrator", orchestrator))
     return [*specs, *services, *trainers]
@@ -60,7 +64,8 @@ def gateway_process(gateway: EnvGatewayConfig, run_dir: Path, *more: str, host: 
     """The environment gateway with the settings in ``run_dir``; ``host`` is a bind address other than the recipe's."""
     own = () if host is None else ("--host", host)
     where = address(host or gateway.host, gateway.port)
-    return _spec("envgateway", where, "services.envgateway", "--run-dir", str(run_dir), *own, *more)
+    argv = ("services.envgateway", "--run-dir", str(run_dir), *own, *more)
+    return _spec("envgateway", where, *argv, forked="again")
 
 
 def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
@@ -73,6 +78,7 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
         *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
+        forked="always" if service.engine in ("torch", "forced") and service.device == "cpu" else "again",
     )
 
 
@@ -112,6 +118,7 @@ def trainer_process(
         *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
+        forked="always" if trainer.num_ranks == 1 and trainer.device == "cpu" else "",
     )
 
 
@@ -165,9 +172,21 @@ def ports_in_use(recipe: Recipe) -> list[str]:
 
 
 def _spec(
-    name: str, address: str, module: str, *arguments: str, threads: int = 1, gpus: Sequence[int] = ()
+    name: str,
+    address: str,
+    module: str,
+    *arguments: str,
+    threads: int = 1,
+    gpus: Sequence[int] = (),
+    forked: Literal["", "again", "always"] = "",
 ) -> ProcessSpec:
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return ProcessSpec(name=name, argv=(sys.executable, "-m", module, *arguments), address=address, env=env)
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, "-m", module, *arguments),
+        address=address,
+        env=env,
+        forked=forked if threads == 1 and not gpus else "",  # the number of threads is read when torch is imported
+    )

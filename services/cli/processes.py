@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from services.cli.fork_server import ForkServer, Process, reap_orphans
 from services.cli.plan import ProcessSpec
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.process import DIE_WITH_PARENT, START_AGAIN
@@ -37,7 +38,7 @@ class Running:
     """A started process."""
 
     spec: ProcessSpec
-    popen: subprocess.Popen[bytes]
+    popen: Process
     restarts: int = 0  # in a row
     started_at: float = field(default_factory=time.monotonic)
 
@@ -54,6 +55,16 @@ class Processes:
         self._stop_grace_s = stop_grace_s
         self._well_after_s = well_after_s
         self._running: dict[str, Running] = {}
+        self._forks: ForkServer | None = None
+        self._own_forks = False
+
+    def fork_where_possible(self, server: ForkServer | None = None) -> None:
+        """Start specs that are ``forked`` from one process that has imported what they need, the first time and again.
+
+        ``server``: one that several launches share; else there is one for these processes, which ends with them.
+        """
+        self._own_forks = server is None
+        self._forks = server or ForkServer(self._logs / "fork-server.stderr")
 
     def start(self, spec: ProcessSpec) -> None:
         self._running[spec.name] = Running(spec, self._popen(spec))
@@ -112,6 +123,8 @@ class Processes:
         Raises ``InfrastructureError`` with the last words of a process that exited with an error or died too often.
         """
         finished = set()
+        if self._forks is not None:
+            reap_orphans({self._forks.pid, *self.pids().values()})
         for name, process in self._running.items():
             code = process.popen.poll()
             if code is None:
@@ -141,7 +154,7 @@ class Processes:
 
     def _start_again(self, process: Running, why: str) -> None:
         try:
-            process.popen = self._popen(process.spec)
+            process.popen = self._popen(process.spec, again=True)
         except OSError as error:
             if error.errno not in _FOR_NOW:
                 raise
@@ -166,15 +179,25 @@ class Processes:
             _kill_group(process.popen.pid)
             process.popen.wait()
         self._running.clear()
+        if self._forks is not None:
+            if self._own_forks:
+                self._forks.stop()
+            self._forks = None
 
-    def _popen(self, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+    def _popen(self, spec: ProcessSpec, again: bool = False) -> Process:
+        environment = {**os.environ, **spec.env, DIE_WITH_PARENT: str(os.getpid())}
+        if self._forks is not None and (spec.forked == "always" or (again and spec.forked == "again")):
+            forked = self._forks.start(spec.argv, environment, self._logs / f"{spec.name}.stderr")
+            if forked is not None:
+                log.info("process.started", process=spec.name, pid=forked.pid, forked=True)
+                return forked
         with open(self._logs / f"{spec.name}.stderr", "ab") as output:
             process = subprocess.Popen(
                 spec.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **spec.env, DIE_WITH_PARENT: str(os.getpid())},
+                env=environment,
                 start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on, in order
             )
         log.info("process.started", process=spec.name, pid=process.pid)

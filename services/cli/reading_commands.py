@@ -35,6 +35,8 @@ def plot(
     from services.common.errors import ConfigError
 
     target = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
+    if output is None and target.is_symlink():  # perhaps of somebody else's run, and leads anywhere
+        raise ConfigError(f"{target} is a link to {target.readlink()}: remove it, or name a file with --output")
     if plot_runs(runs, target) is None:
         raise ConfigError("no training step has finished yet: nothing to draw")
     console.print(str(target), highlight=False, soft_wrap=True)

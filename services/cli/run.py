@@ -46,6 +46,7 @@ from services.common.logs import configure
 log = structlog.get_logger()
 
 POLL_S = 0.5
+WATCH_S = 0.1  # between two looks at whether a process has ended
 FINISH_TIMEOUT_S = 60.0
 KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 _NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do
@@ -140,7 +141,10 @@ def _start(
     later: Collection[str],  # processes that cannot be ready before other nodes have come
 ) -> None:
     specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
-    for spec in specs:
+    if recipe.launch.fork and any(spec.forked == "always" for spec in specs):
+        processes.fork_where_possible()
+    # What is forked comes last: its start waits for the imports, beside which the others come up.
+    for spec in sorted(specs, key=lambda spec: spec.forked == "always"):
         processes.start(spec)
     _write_pids(run_dir, processes)
     with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
@@ -194,7 +198,9 @@ def _follow(
                     pids = processes.pids()
                     with suppress(OSError):  # a full disk
                         _write_pids(run_dir, processes)
-                time.sleep(POLL_S)
+                for _ in range(round(POLL_S / WATCH_S)):  # a process that died is started again sooner than people look
+                    time.sleep(WATCH_S)
+                    processes.watch()
     _wait_for_farewells(processes, recipe.launch.stop_grace_s)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ConfigError, ModelMismatchError
@@ -48,17 +47,14 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
             local_files_only=local,
             output_loading_info=True,
             trust_remote_code=False,
-            weights_only=True,
+            use_safetensors=True,  # the other format is pickled
         )
     except RuntimeError as error:  # transformers' word for weights whose shapes do not fit the config
         raise ModelMismatchError(f"{path}: weights do not fit config.json: {error}") from error
-    except UnpicklingError:  # whose text advises to load it all the same
-        raise ConfigError(
-            f"{path}: cannot load a causal language model: pytorch_model.bin holds more than tensors, which could run a "
-            "program; use a model in safetensors"
-        ) from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot load a causal language model: {error}") from error
+        pickled = sorted(each.name for each in Path(path).glob("*.bin")) if local else []
+        hint = f"; {pickled[0]} is pickled and is not read: convert the weights to safetensors" if pickled else ""
+        raise ConfigError(f"{path}: cannot load a causal language model: {error}{hint}") from error
     model, found = loaded
     # transformers only warns about these, and goes on with random weights.
     wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}

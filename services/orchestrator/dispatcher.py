@@ -292,7 +292,7 @@ class Dispatcher:
             group = self._groups.get(name)
             if group is None or group.complete:
                 self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
-            elif name in self._orphans and replica.key in group.owners:
+            elif name in self._orphans and group.was_given_to(replica.key):
                 del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # nobody was lost: only the link to it was, for a while
                 self._pool.assign(replica, name, group.unresolved, group.order.required_versions)

@@ -32,6 +32,7 @@ class TaskGroup:
     born: dict[str, int] = field(default_factory=dict)  # policy -> version on which the open slots began
     num_lost: int = 0  # leases that ended while it was being played, and whose replica did not come back to it
     owners: set[Incarnation] = field(default_factory=set)  # that were ever given it: each may bring a slot's record
+    lacks_owner: bool = False  # the record of whom it was given to is lost: every member may bring its records
 
     @property
     def id(self) -> str:
@@ -48,6 +49,10 @@ class TaskGroup:
     @property
     def complete(self) -> bool:
         return len(self.outcomes) == len(self.order.indices)
+
+    def was_given_to(self, member: Incarnation) -> bool:
+        """Whether records of the group may come from this member of the pool."""
+        return self.lacks_owner or member in self.owners
 
     def has_slot(self, index: int) -> bool:
         return 0 <= index < len(self.order.indices)

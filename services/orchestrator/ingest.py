@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common import fates
+from services.common import fates, masked
 from services.common.refusals import Refusal, RefusalReason
 from services.common.repeats import Repeats
 from services.common.types import RolloutFailure, Trajectory
@@ -33,7 +33,7 @@ from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
-INVALID_RECORD = "INVALID_RECORD"
+INVALID_RECORD = masked.INVALID_RECORD
 OF_A_REPLICA = "REPLICA_"  # before a reason that only the orchestrator gives, where a replica gives it
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -133,7 +133,7 @@ class Ingest:
         named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
         if not is_member:
             return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
-        if group is not None and sender not in group.owners:
+        if group is not None and not group.was_given_to(sender):
             return Refusal(
                 reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}"
             )
@@ -152,7 +152,8 @@ class Ingest:
     def _bounded(self, record: Outcome, fault: Refusal | None, sender: Incarnation | None) -> Outcome:
         """What is stored of a record: with a fault, a failure of its slot."""
         if fault is not None:
-            self.refusals.refused(record.replica_id, record.task_group_id, record.index, fault)
+            replica_id = record.replica_id if sender is None else sender[0]
+            self.refusals.refused(replica_id, record.task_group_id, record.index, fault)
             self._drop(record, RecordOutcome.INVALID)
             return RolloutFailure(
                 task_group_id=record.task_group_id,
@@ -200,12 +201,12 @@ class Ingest:
             if failure.reason == fates.TOO_OLD:  # nothing failed: it was cancelled
                 self._counters["slots_cancelled"] += 1
             else:
-                self._counters[self._counter_of(failure.reason)] += 1
+                self._counters[self.counter_of(failure.reason)] += 1
                 self.failures_in_a_row += 1
                 self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
 
-    def _counter_of(self, reason: str) -> str:
+    def counter_of(self, reason: str) -> str:
         """Reasons are words of replicas: what is no short name, or one too many, is counted with others."""
         name = f"failures_{reason.lower()}"
         known = name in self._counters or len(self._counters) < MOST_COUNTERS

@@ -1,0 +1,74 @@
+"""Forks processes whose imports are done: ``python -m services.common.forking MODULE...``, started by the launcher.
+
+    stdin   one JSON line for each process: module, arguments, environment, file of its output, pid of the launcher
+    stdout  {"ready": true} once the modules are imported, then {"pid": n} for each process
+
+A process is forked twice, so that it becomes a child of the launcher, which reaps orphans: the end of this server ends no
+other process, and exit codes reach the launcher. Nothing here starts a thread or opens a channel: what is forked must find
+the interpreter as it was after the imports.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+from typing import Any
+
+from services.common.process import die_with_parent_if_asked
+
+ADOPTED_WITHIN_S = 5.0
+
+
+def main(modules: list[str]) -> None:
+    """Serve until the end of the input."""
+    die_with_parent_if_asked()
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    _answer({"ready": True})
+    for line in iter(sys.stdin.readline, ""):
+        asked = json.loads(line)
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            continue
+        child = os.fork()
+        if child:
+            _answer({"pid": child})
+            os._exit(0)
+        _become(asked)
+        return
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _become(asked: dict[str, Any]) -> None:
+    """Run the module as ``python -m`` would in a process of its own; returns when it does."""
+    os.setsid()
+    deadline = time.monotonic() + ADOPTED_WITHIN_S
+    while os.getppid() != asked["parent"]:
+        if time.monotonic() > deadline:
+            os._exit(os.EX_TEMPFAIL)  # the launcher is gone
+        time.sleep(0.001)
+    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(output)
+    os.close(nothing)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    sys.argv = [asked["module"], *asked["arguments"]]
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

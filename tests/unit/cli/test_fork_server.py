@@ -1,0 +1,152 @@
+"""Processes that are forked from one with its imports done: real processes, told apart from others by nothing but their start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.fork_server import ForkServer, Process, reap_orphans
+from services.cli.plan import ProcessSpec
+from services.cli.processes import Processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+
+MODULE = """
+import os, signal, sys, time
+from services.common.process import die_with_parent_if_asked
+die_with_parent_if_asked()
+what = sys.argv[1]
+if what == "tell":
+    print(sys.argv[2], os.environ["COLOUR"], os.environ.get("HOME_OF_THE_SERVER"), "json" in sys.modules, os.getppid())
+elif what == "leave":
+    sys.exit(int(sys.argv[2]))
+elif what == "orphan":
+    if os.fork() == 0:
+        time.sleep(0.2)
+        os._exit(3)
+elif what == "wait":
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("HOME_OF_THE_SERVER", "here")
+    made = ForkServer(tmp_path / "server.stderr", ["json"])
+    yield made
+    made.stop()
+
+
+def start(server: ForkServer, output: Path, *arguments: str) -> Process:
+    environment = {
+        "COLOUR": "green",
+        "PYTHONPATH": os.environ["PYTHONPATH"],
+        "MILLRACE_DIE_WITH_PARENT": str(os.getpid()),
+    }
+    found = server.start((sys.executable, "-m", "forked_module", *arguments), environment, output)
+    assert found is not None
+    return found
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_runs_a_module_with_its_own_arguments_environment_and_output(server: ForkServer, tmp_path: Path) -> None:
+    output = tmp_path / "told"
+    assert start(server, output, "tell", "a b").wait(20) == 0
+    assert output.read_text() == f"a b green None True {os.getpid()}\n"
+
+
+def test_exit_codes_and_signals_reach_who_asked_for_it(server: ForkServer, tmp_path: Path) -> None:
+    assert start(server, tmp_path / "out", "leave", "75").wait(20) == 75
+    waiting = start(server, tmp_path / "up", "wait")
+    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    assert waiting.poll() is None
+    os.kill(waiting.pid, signal.SIGKILL)
+    assert waiting.wait(20) == -signal.SIGKILL
+    waiting.terminate()  # of one that has ended: nothing
+    crashed = start(server, tmp_path / "crashed", "leave", "no number")
+    assert crashed.wait(20) == 1
+    assert "ValueError" in (tmp_path / "crashed").read_text()
+
+
+def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    waiting = start(server, tmp_path / "up", "wait")
+    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: server.start((sys.executable, "-m", "forked_module", "wait"), {}, tmp_path / "none") is None)
+    assert waiting.poll() is None
+    waiting.terminate()
+    assert waiting.wait(20) == -signal.SIGTERM
+
+
+def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    script = (
+        "import os, sys; from pathlib import Path; from services.cli.fork_server import ForkServer\n"
+        "place = Path(sys.argv[1]); server = ForkServer(place / 'server', ['json'])\n"
+        "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
+        "made = server.start((sys.executable, '-m', 'forked_module', 'wait'), environment, place / 'up')\n"
+        "(place / 'pid').write_text(str(made.pid))\n"
+        "import time; time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
+    launcher = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment)
+    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text() and (tmp_path / "pid").exists())
+    pid = int((tmp_path / "pid").read_text())
+    launcher.kill()
+    launcher.wait(10)
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    wait_for(gone)
+
+
+def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(server: ForkServer, tmp_path: Path) -> None:
+    known = subprocess.Popen([sys.executable, "-c", ""])
+    assert start(server, tmp_path / "out", "orphan").wait(20) == 0
+
+    def zombies() -> set[int]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {int(c) for c in children if Path(f"/proc/{c}/stat").read_text().rpartition(")")[2].split()[0] == "Z"}
+
+    wait_for(lambda: zombies() >= {known.pid})
+    assert known.wait(10) == 0  # one of ours is told first
+    wait_for(lambda: reap_orphans({server.pid}) is None and not zombies())
+
+
+def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr("services.cli.processes.ForkServer", lambda log: ForkServer(log, ["json"]))
+    processes = Processes(tmp_path, max_restarts=3, stop_grace_s=5.0)
+    try:
+        processes.fork_where_possible()
+        argv = (sys.executable, "-m", "forked_module", "wait")
+        processes.start(ProcessSpec(name="one", argv=argv, address="", forked="always"))
+        first = processes.pids()["one"]
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not processes.watch() and processes.pids()["one"] != first)
+    finally:
+        processes.stop()
+    assert not Path(f"/proc/{first}").exists()
