@@ -33,14 +33,3 @@ def test_weights_that_are_a_pickle_are_refused_and_not_executed(name: str, tmp_p
     with pytest.raises(ConfigError, match="cannot load a causal language model"):
         load_model(directory)
     assert not mark.exists()
-
-
-def test_weights_of_torch_are_loaded_where_they_are_nothing_but_tensors(tmp_path: Path) -> None:
-    import torch
-
-    model = tiny_causal_lm(tied=False)
-    model.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    found = load_model(tmp_path)
-    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
