@@ -59,6 +59,11 @@ def _install_acknowledgements() -> None:
     TrajectorySender._acknowledge = noted  # type: ignore[method-assign]
 
 
+def share_of_digits(task: Any, completion: str) -> float:
+    """A reward that differs between the answers of a model that has learnt nothing yet."""
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
 def install() -> None:
     """Once in a process, and in what it forks."""
     global _installed

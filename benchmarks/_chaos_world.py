@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from services.cli.fork_server import MODULES, ForkServer, Process
 from services.cli.orchestrator_client import OrchestratorClient
@@ -46,7 +46,7 @@ SMALL = [
     "evaluation.at_start=false",
     "evaluation.at_end=false",
     "warm_start={}",
-    "workflow.settings.reward=benchmarks._chaos_world:share_of_digits",
+    "workflow.settings.reward=benchmarks._chaos_hooks:share_of_digits",
     "rollout.infra_retries=9",
     f"orchestrator.lease_s={LEASE_S}",
     "orchestrator.min_free_bytes=4000000",
@@ -54,11 +54,6 @@ SMALL = [
     "orchestrator.retention=all",
     "launch.restarts=1000000",
 ]
-
-
-def share_of_digits(task: Any, completion: str) -> float:
-    """A reward that differs between the answers of a model that has learnt nothing yet."""
-    return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
 def fork_server(folder: Path) -> ForkServer:
@@ -139,8 +134,11 @@ class World:
             self._proxy.wait(10)
         self.client.close()
 
-    def unmount(self) -> None:
+    def unmount(self, keep: bool) -> None:
+        """Give the small disk back; ``keep`` leaves a copy of the run beside it."""
         if self.small_disk:
+            if keep:
+                shutil.copytree(self.run_dir, self.folder / "kept")
             subprocess.run(["umount", "-l", str(self.run_dir)], check=False)
 
     # -- what it says -------------------------------------------------------------------------------------------------

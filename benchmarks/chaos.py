@@ -101,7 +101,7 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
     try:
         faults, found, digests = _storm(stormy, options.seed, kinds, 0.3 * seconds)
     finally:
-        stormy.unmount()
+        stormy.unmount(options.keep)
     calm = World(folder, "calm", forks, [*started_from, *DETERMINISTIC], small_disk=False)
     undisturbed = _calm(calm, max(digests, default=0))
     common = digests.keys() & undisturbed.keys()

@@ -100,12 +100,13 @@ async def _run(count: int, seed: int, only: str | None) -> tuple[Tally, dict[str
                     await services.start()
                     guests = await _try_rpcs(services, visitors, tally)
                     await _try_routes(services, visitors, tally)
-                    await _try_pages(services, visitors, tally)
+                    if not certificates:  # the checks come before either
+                        await _try_pages(services, visitors, tally)
                     await _try_bulk(services, visitors, tally)
                     await _let_in(guests, visitors, tally)
             if not certificates and only != "fuzzing":
                 (folder / "plain").mkdir()
-                with prepared(folder / "plain") as services:
+                with prepared(folder / "plain", names=("orchestrator", "envgateway", "inference")) as services:
                     await services.start()
                     await _try_pages(services, None, tally)
             if not certificates and only != "doors":

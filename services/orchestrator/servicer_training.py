@@ -47,7 +47,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             max(bounds.check_number("num_ranks", request.num_ranks, 0, bounds.MOST_RANKS), 1),
             bounds.check_number("recovered_version", request.recovered_version, -1),
             bounds.texts(request.labels),
-            self._known_steps(request.policy, request.kept_checkpoint_steps),
+            self._kept_steps(request.policy, request.kept_checkpoint_steps),
             bounds.check_number("vocab_size", request.vocab_size, 0, bounds.MOST_ROWS),
         )
         mailbox = trainer.mailbox
@@ -84,7 +84,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             state=request.state[: bounds.MOST_NAME],
             checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
             gauges=bounds.gauges(request.gauges),
-            kept_checkpoint_steps=self._known_steps(request.policy, request.kept_checkpoint_steps),
+            kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
             peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
         )
@@ -98,11 +98,11 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
         return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(newest, 0))
 
-    def _known_steps(self, policy: str, steps: Iterable[int]) -> list[int]:
-        """Kept checkpoints that are not ahead of the ledger."""
+    def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
+        """Of the kept checkpoints those that can be; none of them keeps every record."""
         newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
-        checked = (bounds.check_number(f"kept_checkpoint_steps of {policy}", step, 0) for step in steps)
-        return [step for step in checked if step <= newest]
+        fitting = tuple(step for step in steps if 0 <= step <= newest)
+        return fitting if len(fitting) <= bounds.MOST_VALUES else ()
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -148,7 +148,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             metrics=bounds.metrics(request.metrics),
             compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
-            kept_checkpoint_steps=self._known_steps(request.version.policy, request.kept_checkpoint_steps),
+            kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

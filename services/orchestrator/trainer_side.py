@@ -39,9 +39,8 @@ class TrainerSide:
         ring = self._ring
         newest = ring.ledgers[ring.trainers.known(policy)].newest_number
         # What is recorded up to a checkpoint may be collected: one ahead of the ledger is of another history.
-        trainer = ring.trainers.join(
-            policy, incarnation, num_ranks, min(recovered_version, newest), labels, kept_checkpoint_steps
-        )
+        recovered = min(recovered_version, newest)
+        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)

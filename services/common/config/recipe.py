@@ -99,7 +99,7 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _can_name_a_run(cls, value: str) -> str:
-        return one_part(value)
+        return one_part(value) if value else value  # a time follows
 
     @field_validator("policies", "inference")
     @classmethod

@@ -170,7 +170,7 @@ class Index:
             ),
         )  # fmt: skip
         self._note_damage(told)
-        self._raise_highest(max((found.number for found in (*rows, *told)), default=0))
+        self._raise_highest(max((*(row.number for row in rows), *(span.number for span in told)), default=0))
         return told
 
     def _note_damage(self, damage: Iterable[Damage]) -> None:

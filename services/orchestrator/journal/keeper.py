@@ -24,6 +24,12 @@ OPEN_S = 2.0  # for a lock of another process, at start
 LOCK_S = 0.2  # the same, while records wait
 RETRY_S = 1.0  # between attempts to catch up
 
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+
+
+class _NoRoom(sqlite3.OperationalError):
+    """The -wal file is too long."""
+
 
 class IndexKeeper:
     """Opened by one thread, then used by the writer thread alone."""
@@ -57,20 +63,20 @@ class IndexKeeper:
             else:
                 written = {(row.kind, row.segment) for row in rows}
                 self._index.add_all(rows, {place: ends[place] for place in written})
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._fall_behind(error)
 
     def _check_file(self) -> None:
         if _inode(self._path) != self._inode:
             raise sqlite3.DatabaseError("the index was removed or replaced")
         if not self._index.has_room():
-            raise sqlite3.OperationalError("readers keep the index's -wal file from being emptied")
+            raise _NoRoom("readers keep the index's -wal file from being emptied")
 
     def forget(self, kind: str, segment: int, runs: Sequence[tuple[int, int]]) -> None:
         """A segment with these runs of numbers is deleted, and a record says so."""
         try:
             self._index.forget(kind, segment, runs=runs)
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._fall_behind(error)
 
     def replace(self, kind: str, segment: int, rename: Callable[[], None]) -> bool:
@@ -94,11 +100,11 @@ class IndexKeeper:
     def close(self) -> None:
         self._index.close()
 
-    def _fall_behind(self, error: sqlite3.Error) -> None:
+    def _fall_behind(self, error: Exception) -> None:
         if not self.behind:
             log.warning("journal.index_behind", reason=str(error), effect="records are written; it catches up later")
         self.behind = str(error)
-        if not isinstance(error, sqlite3.OperationalError):
+        if not _may_pass(error):
             self._index.close()
             self._index = self._open_new(error)
             self._inode = _inode(self._path)
@@ -132,6 +138,11 @@ class IndexKeeper:
         except (sqlite3.Error, OSError) as error:  # readers scan the segments themselves
             log.error("journal.index_not_writable", directory=str(self._directory), reason=str(error))
             return Index(IN_MEMORY, timeout_s=LOCK_S)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it is enough to try again: a lock, or a full disk. Else the file is not usable any more."""
+    return isinstance(error, _NoRoom) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
 
 
 def _inode(path: Path) -> int:

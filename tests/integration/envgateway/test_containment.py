@@ -67,10 +67,9 @@ async def test_what_a_program_causes_is_its_own(pool: SandboxPool, world: World,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool", _TIERS[-1:], indirect=True)  # benchmarks/judge_hostile.py has all at every tier
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in _QUICK], ids=str)
 async def test_whatever_a_program_causes_is_its_own(pool: SandboxPool, world: World, case: Bad) -> None:
-    if pool.tier != _TIERS[-1]:  # benchmarks/judge_isolation.py has all at every tier
-        pytest.skip("the weaker tier has more to lose")
     await _gets_its_verdict(pool, world, case)
 
 

@@ -361,12 +361,16 @@ async def test_another_holder_of_the_index_stops_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("how", ["removed", "random", "emptied"])
+@pytest.mark.parametrize("how", ["removed", "random", "emptied", "scribbled", "without a table"])
 async def test_an_index_spoiled_while_it_is_used_stops_nothing(tmp_path: Path, how: str) -> None:
     journal = Journal(tmp_path)
     journal.start()
     await put(journal, range(3))
-    SPOILED[how](tmp_path / INDEX_FILE)
+    if how == "without a table":
+        with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+            other.execute("DROP TABLE segments")
+    else:
+        SPOILED[how](tmp_path / INDEX_FILE)
     for n in range(3, 9):
         await asyncio.wait_for(put(journal, range(n, n + 1)), 10)
         await asyncio.sleep(0.02)
