@@ -34,6 +34,7 @@ from services.common.security.roles import Role
 READY_S = 60.0
 WEIGHTS_BYTES = 8 << 20  # enough for the bulk plane to be offered
 
+_GROUPS = ("endpoint", "judge", "task_server", "metrics")  # of HTTP routes; the metrics are the orchestrator's
 _MODULES = {
     "orchestrator": ("services.orchestrator", "--run-dir={folder}"),
     "envgateway": ("services.envgateway", "--run-dir={folder}"),
@@ -68,9 +69,9 @@ class Services:
 
     async def start(self) -> None:
         """Returns when every service says that it is ready."""
-        ports = {name: free_port() for name in (*_MODULES, "endpoint", "judge", "task_server")}
+        ports = {name: free_port() for name in (*_MODULES, *_GROUPS)}
         self.addresses = {name: f"127.0.0.1:{ports[name]}" for name in self.names}
-        self.http = {name: f"127.0.0.1:{ports[name]}" for name in ("endpoint", "judge", "task_server")}
+        self.http = {name: f"127.0.0.1:{ports[name]}" for name in _GROUPS}
         save_resolved(validate(_recipe(self.folder, ports), source="the benchmark"), self.folder)
         for name in self.names:
             self._spawn(name, ports)
@@ -153,6 +154,7 @@ def _recipe(folder: Path, ports: dict[str, int]) -> dict[str, Any]:
         "data": {"train": {"path": str(data)}, "evaluation": {"held_out": {"path": str(data)}}},
         "rollout": {"group_size": 4},
         "orchestrator": {"port": ports["orchestrator"], "min_free_bytes": 0},
+        "metrics": {"enabled": True, "ports": {"orchestrator": ports["metrics"]}},
         "inference": {
             "a": {"engine": "scripted", "port": ports["inference"], "endpoint": {"port": ports["endpoint"]}}
         },

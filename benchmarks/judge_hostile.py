@@ -1,15 +1,16 @@
-"""Can the judge be broken? Every bad input at tier 2 and tier 1, then a hostile mix at full load beside honest jobs.
+"""Can the judge be broken? Every bad input at each tier, then a hostile mix at full load beside honest jobs.
 
-First each bad input of tests/integration/envgateway/cases (rows 1 to 48 of the table of bad inputs, most in several
-forms), a judgement that is cancelled (49) and a supervisor that is killed in mid-run (50): the verdict must be the expected
-one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
+Root has tiers 2 and 1, any other user U and 0. First each bad input of tests/integration/envgateway/cases (rows 1 to 48 of the
+table of bad inputs, 54 to 59, what a program may not gain by its bytes, memory and files, and 60 to 65, what crosses
+between test code and a program; most in several forms), a judgement that is cancelled (49) and a supervisor that is killed
+in mid-run (50): the verdict must be the expected one, the slot empty, the next program unaffected, the planted secret unseen. Rows 51 to 53 are about queues, workers and
 formulas: for these their tests are run, with real processes and a real Redis.
 
 Then, at each tier, half of the load is drawn from the bad inputs by seed and half are honest programs with a known verdict,
 more than there are slots, without a pause. At the end nothing may be left of it: no process of a slot user, no file, no
 busy slot; and no honest verdict may differ.
 
-``ours`` is the share of bad inputs with the expected verdict, over both tiers; ``passed`` and ``cases`` count table rows.
+``ours`` is the share of bad inputs with the expected verdict, over all tiers; ``passed`` and ``cases`` count table rows.
 
     python benchmarks/judge_hostile.py [--quick] [--seconds 300] [--seed 1]
 """
@@ -27,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _hostile_isolation import TIERS, slowed
 from _needs import why_not
 from _report import report
 
@@ -38,11 +40,11 @@ from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTest
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 from tests.integration.envgateway.cases import ALL, Bad
+from tests.integration.envgateway.cases.containment import CASES
 from tests.integration.envgateway.cases.model import CONFIG, HONEST, World, open_world
 from tests.integration.envgateway.sandbox_state import assert_clean, processes_of_slots, slot_dirs
 
 _ROOT = Path(__file__).resolve().parent.parent
-_TIERS = ("2", "1")
 _SUMS = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{2 * n}") for n in range(3)))
 _PATIENT = ExecutionLimits(wall_s=8.0)  # an honest job is judged under load, and must not be slow because others are
 HONEST_JOBS = [
@@ -182,28 +184,31 @@ async def measure(seconds: float, seed: int) -> None:
     tiers: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     with open_world() as world:
-        for tier in _TIERS:
+        for tier in TIERS:
             try:
                 pool = SandboxPool.start_before_threads(
-                    CONFIG.model_copy(update={"tier": tier, "prewarm_scientific": True})
+                    CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, "prewarm_scientific": True})
                 )
             except SandboxRefusedError as refusal:
                 left_out[f"tier {tier}"] = refusal.message
                 continue
             try:
-                cases = [case for case in ALL if pool.has_cpp or case.request.language != "cpp"]
-                if len(cases) < len(ALL):
-                    left_out[f"{len(ALL) - len(cases)} programs in C++"] = (
+                every = [*ALL, *CASES]
+                cases = [case for case in every if pool.has_cpp or case.request.language != "cpp"]
+                if len(cases) < len(every):
+                    left_out[f"{len(every) - len(cases)} programs in C++"] = (
                         why_not("C++ compiler") or "the sandbox does not see it"
                     )
                 print(f"tier {tier}: {len(cases)} bad inputs one by one")
-                alone = await one_by_one(pool, world, cases)
+                alone = {**await one_by_one(pool, world, cases), **await slowed(pool)}
             finally:
                 await pool.close()
-            pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"tier": tier, "num_slots": 4}))
+            pool = SandboxPool.start_before_threads(
+                CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, "num_slots": 4})
+            )
             try:
-                print(f"tier {tier}: {seconds / len(_TIERS):g} s of everything at once")
-                together = await mixed(pool, world, cases, seconds / len(_TIERS), seed)
+                print(f"tier {tier}: {seconds / len(TIERS):g} s of everything at once")
+                together = await mixed(pool, world, cases, seconds / len(TIERS), seed)
                 assert (await Judge(pool).judge(HONEST)).verdict is Verdict.OK
             finally:
                 await pool.close()

@@ -5,6 +5,7 @@
   once more with boxed answers first, as the reward reads them. Must agree on at least 99%.
 - Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not one
   may be called right.
+- Classes: written answers by class (tests/integration/envgateway/math_pairs.py), false positives and negatives of each.
 - Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one Math-Verify
   in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves them on), and each
   repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load``, and ``cpu_ratio``,
@@ -40,6 +41,7 @@ from services.envgateway.rewards.math import MathReward
 from services.envgateway.rewards.math_pool import MathPool
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.bare import procfs
+from tests.integration.envgateway.math_pairs import pairs
 
 _IN_FLIGHT = 64
 _REPEATS, _QUICK_REPEATS = 5, 3
@@ -62,11 +64,11 @@ class Direct:
         return bool(self._verify(gold, self._parse(case.completion, **settings)))
 
 
-async def graded(grade: Any, cases: list[Case]) -> list[RewardResult]:
+async def graded(grade: Any, cases: list[Any]) -> list[RewardResult]:
     """All of them, some at a time."""
     room = asyncio.Semaphore(_IN_FLIGHT)
 
-    async def one(case: Case) -> RewardResult:
+    async def one(case: Any) -> RewardResult:
         async with room:
             return await grade(case)  # type: ignore[no-any-return]
 
@@ -116,6 +118,25 @@ async def strictness(pool: MathPool, direct: Direct, cases: list[Case]) -> dict[
         "false_positives": len(false),
         "false_positives_direct": sum(direct.is_right(case) for case in cases),
         "grader_failed": sum(result.outcome is RewardOutcome.GRADER_FAILED for result in results),
+    }
+
+
+async def classes(pool: MathPool) -> dict[str, Any]:
+    """Written answers by class: false verdicts in each."""
+    reward = MathReward(pool)
+    table = list(pairs())
+    results = await graded(lambda pair: reward({"answer": pair.truth}, f"So $\\boxed{{{pair.answer}}}$."), table)
+    false: dict[str, Counter[str]] = {"positives": Counter(), "negatives": Counter()}
+    for pair, result in zip(table, results, strict=True):
+        is_right = result.outcome is RewardOutcome.CORRECT
+        if is_right is not pair.right:
+            false["positives" if is_right else "negatives"][pair.kind] += 1
+            print(f"    false ({pair.kind}): truth {pair.truth!r}, {pair.answer!r}: {result.outcome}")
+    return {
+        "pairs": len(table),
+        "pairs_by_class": dict(Counter(pair.kind for pair in table)),
+        "pairs_false_positives": dict(false["positives"]),
+        "pairs_false_negatives": dict(false["negatives"]),
     }
 
 
@@ -171,6 +192,8 @@ async def measure(
         right = await agreement(pool, direct, fresh[num_timed:])
         print(f"traps: {num_traps}")
         strict = await strictness(pool, direct, traps(data, num_traps, seed))
+        print("written answers by class")
+        written = await classes(pool)
     finally:
         await pool.close()
     ratio, spread = speed.pop("throughput_ratio"), speed.pop("throughput_spread")
@@ -189,6 +212,7 @@ async def measure(
         **speed,
         **right,
         **strict,
+        **written,
     )
 
 

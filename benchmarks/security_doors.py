@@ -6,6 +6,10 @@ tried without keys, with every wrong role, with expired keys, with another run's
 in plain text; first with run tokens, then (services started anew) with client certificates. The bulk plane (ZeroMQ) is
 tried without CURVE, with another server's key, and without a ticket. Every right role tries too, and must get in.
 
+*Pages.* Each HTTP route, the metrics' too, gets what a web page can send (a foreign Host, Origin, Sec-Fetch-Site, types of
+forms, OPTIONS, WebSockets) and what can be read in two ways: with a right caller's keys, and from services without keys.
+Without the fault the same request must pass.
+
 *Fuzzing.* Seeded hostile requests (``_hostile.py``) go to every RPC as a role that may call it: extremes, wrong types,
 broken UTF-8, wrong lengths, nesting, cut and flipped bytes. Nothing may crash, no answer may be INTERNAL or UNKNOWN, memory
 must stay bounded. StopRun only gets what cannot be parsed: it would do what it is for.
@@ -27,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import _pages
 import grpc
 from _doors import Door, Tally, ask_bulk, knock, summary, visit
 from _fuzzing import Line, Outcome, fuzz, resident_mib
@@ -95,8 +100,15 @@ async def _run(count: int, seed: int, only: str | None) -> tuple[Tally, dict[str
                     await services.start()
                     guests = await _try_rpcs(services, visitors, tally)
                     await _try_routes(services, visitors, tally)
+                    if not certificates:  # the checks come before either
+                        await _try_pages(services, visitors, tally)
                     await _try_bulk(services, visitors, tally)
                     await _let_in(guests, visitors, tally)
+            if not certificates and only != "fuzzing":
+                (folder / "plain").mkdir()
+                with prepared(folder / "plain", names=("orchestrator", "envgateway", "inference")) as services:
+                    await services.start()
+                    await _try_pages(services, None, tally)
             if not certificates and only != "doors":
                 (folder / "fuzzed").mkdir()
                 with prepared(folder / "fuzzed", keys=keys) as services:  # those of before were told to stop
@@ -167,6 +179,24 @@ async def _try_routes(services: Services, visitors: Visitors, tally: Tally) -> N
                     tally.intruder(visitor.name, f"{method} {url}", told, refused)
 
 
+async def _try_pages(services: Services, visitors: Visitors | None, tally: Tally) -> None:
+    """Without ``visitors`` the services have no keys."""
+    for group, routes in _routes().items():
+        guest = _guest(visitors, f"http:{group}") if visitors is not None else None
+        context = visitors.context(guest) if visitors is not None and guest is not None else None
+        token = guest.token if guest is not None else None
+        address = services.http[group]
+        for method, path in routes:
+            asked = path.replace("{task}", "rooms")
+            for request in _pages.faulty(method, asked, address, any_host=visitors is not None):
+                refused, told = await _pages.send(address, request, context, token)
+                tally.intruder(f"page: {request.name}", f"{request.method} {group} {asked}", told, refused)
+            # That a route has no use for an empty object is its own word, and told with 400 too.
+            if method == "GET":
+                refused, told = await _pages.send(address, _pages.faultless(method, asked, address), context, token)
+                tally.guest(f"a program at {method} {group} {asked}", told, refused and "status 400" not in told)
+
+
 def _routes() -> dict[str, list[tuple[str, str]]]:
     """Method and path of everything that the HTTP servers register; made here for their routers only."""
     from services.envgateway.http.server import HttpServer
@@ -180,7 +210,8 @@ def _routes() -> dict[str, list[tuple[str, str]]]:
         "task_server": TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", nothing, _NoEnvironments(), 1.0),  # type: ignore[arg-type]
         "endpoint": EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="endpoint.port"),
     }
-    return {group: [pair for pair in server.routes if pair[0] != "HEAD"] for group, server in servers.items()}
+    found = {group: [pair for pair in server.routes if pair[0] != "HEAD"] for group, server in servers.items()}
+    return {**found, "metrics": [("GET", "/metrics")]}
 
 
 class _NoEnvironments:

@@ -146,6 +146,7 @@ NEEDS = {
         Need("varlen attention", _package("torch.nn.attention.varlen"), "a newer torch", on_ci=False),
         Need("no flash_attn", lambda: None if _package("flash_attn")() else "flash_attn is installed", "remove it"),
         Need("redis-server", _program("redis-server"), f"{_ENVS}, or apt-get install redis-server"),
+        Need("chromium", _program("chromium"), "apt-get install chromium"),
         Need("shellcheck", _program("shellcheck"), _DEV),
         Need("hadolint", _program("hadolint"), _DEV),
         Need("iptables", _no_iptables, "apt-get install iptables"),

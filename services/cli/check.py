@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from services.orchestrator.datasets import TaskSource
 
 
-def check_recipe(recipe: Recipe) -> list[str]:
-    """What is worth knowing of data that is here, a line for each dataset: rows that are left out, and evaluation tasks that
-    stand in the training data.
+def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
+    """What is worth knowing of data that is here, a line for each dataset: rows that are left out, evaluation tasks that
+    stand in the training data, and what ``num_solutions`` reference solutions of each show.
 
     Raises:
         ConfigError: one line per problem: what is wrong, where, and what to write.
@@ -44,7 +44,13 @@ def check_recipe(recipe: Recipe) -> list[str]:
     _refuse(recipe, [*found, *named])
     from services.cli.overlap import overlap_lines
 
-    return [*left_out, *overlap_lines(recipe, sources)]
+    told = [*left_out, *overlap_lines(recipe, sources)]
+    if num_solutions:
+        from services.cli.solutions import solution_lines
+
+        gateway = recipe.envgateway
+        told += solution_lines(sources, gateway.sandbox, gateway.code.case_time_s, num_solutions)
+    return told
 
 
 def check_named(recipe: Recipe) -> None:

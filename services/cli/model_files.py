@@ -86,7 +86,9 @@ def _problem(folder: Path) -> str | None:
     if not isinstance(config, dict):
         return f"{folder / 'config.json'} is no JSON object: copy it again from where the model came from"
     tensors = sorted(folder.glob("*.safetensors"))
-    if not tensors and not any(folder.glob("*.bin")):
+    if not tensors and (pickled := sorted(folder.glob("*.bin"))):
+        return f"{folder} holds pickled weights only ({pickled[0].name}), which are not read: convert them to safetensors"
+    if not tensors:
         return f"{folder} holds no weights (*.safetensors): copy the whole model directory"
     for file in tensors:
         if (broken := _broken(file)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,10 +46,26 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(Text(f"  {warning}", style="bold yellow"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
+    masked = _masked(progress.counters)
+    if masked:
+        parts.append(Text(masked, style="yellow"))
     if progress.counters:
-        shown = "  ".join(f"{name} {count}" for name, count in sorted(progress.counters.items()) if count)
+        shown = "  ".join(
+            f"{name} {count}" for name, count in sorted(progress.counters.items()) if count and "/" not in name
+        )
         parts.append(Text(f"  {shown}", style="dim"))
     return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def _masked(counters: Mapping[str, int]) -> str:
+    """Rollouts without a reward, and those that were played again, by policy and what failed; empty without any."""
+    lines = []
+    for name, count in sorted(counters.items()):
+        kind, _, rest = name.partition("/")
+        policy, _, cause = rest.partition("/")
+        if kind in ("masked", "redrawn") and count:
+            lines.append(f"  {count} rollouts of {policy} {kind}: {cause.replace('_', ' ')}")
+    return "\n".join(lines)
 
 
 def stall_words(stall: run_pb2.Stall) -> str:

@@ -35,6 +35,8 @@ def plot(
     from services.common.errors import ConfigError
 
     target = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
+    if output is None and target.is_symlink():  # perhaps of somebody else's run, and leads anywhere
+        raise ConfigError(f"{target} is a link to {target.readlink()}: remove it, or name a file with --output")
     if plot_runs(runs, target) is None:
         raise ConfigError("no training step has finished yet: nothing to draw")
     console.print(str(target), highlight=False, soft_wrap=True)
@@ -137,6 +139,66 @@ def fate(
     from services.cli.fate.command import tell_fates
 
     tell_fates(run, console, policy=policy, step=step, last=last, as_object=as_json)
+
+
+@reading_app.command()
+def checkpoints(
+    run: RunArgument,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare it with its digest; else only sizes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """The checkpoints of a run: step, size, age, whether each is whole, and whether the run can go on from it.
+
+    A run goes on from a checkpoint when the journal still has the batches that were trained after it. A trainer verifies
+    the newest before it loads it; where that is damaged, it renames it to `step_….damaged` and takes the one before. Such
+    ones stay, and are listed, until they are removed by hand: their weights may be whole and can then be exported.
+
+    Needs the run directory alone: while the run goes on, after it, and after any of its processes was killed. Ends with
+    exit code 1 when something is damaged.
+
+        millrace checkpoints RUN
+        millrace checkpoints RUN --verify
+        millrace checkpoints RUN --json | jq '.checkpoints[] | select(.damaged)'
+    """
+    from services.cli.checkpoints.command import tell_checkpoints
+
+    if not tell_checkpoints(run, console, verify=verify, as_object=as_json):
+        raise typer.Exit(1)
+
+
+@reading_app.command()
+def export(
+    run: RunArgument,
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="The training step, as `millrace checkpoints` lists them; left out, the newest.", min=1),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write it; left out, RUN/export/POLICY-STEP."),
+    ] = None,
+) -> None:
+    """Make a Hugging Face directory of a checkpoint: config, tokenizer and safetensors that transformers loads.
+
+    From any checkpoint that is kept, of a running, finished or broken run: no process of the run is needed, no GPU, and
+    little memory, because weights are copied piece by piece. They are verified first, and cast to the type in which the
+    run publishes versions (`weights.publish_dtype`). A value head is left out. `millrace_export.json` says which run, step
+    and checkpoint it is of.
+
+        millrace export RUN
+        millrace export RUN --policy model0 --step 40 -o models/at-40
+    """
+    from services.cli.checkpoints.command import export_run
+    from services.cli.units import format_bytes
+
+    done = export_run(run, policy, step, output)
+    told = (
+        f"{done.directory}: {done.policy} at step {done.training_step}, {done.dtype}, {format_bytes(done.size_bytes)}"
+    )
+    console.print(told, highlight=False, soft_wrap=True, markup=False)
 
 
 @reading_app.command()

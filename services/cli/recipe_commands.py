@@ -92,13 +92,17 @@ def check(
     set_: SetOption = None,
     profile: ProfileOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe.")] = False,
+    solutions: Annotated[
+        int,
+        typer.Option(help="Run the reference solutions of so many rows of each data set of programs, in a sandbox."),
+    ] = 0,
 ) -> None:
-    """Validate a recipe and everything it names, without starting anything."""
+    """Validate a recipe and everything it names, without starting anything but --solutions."""
     from services.cli.check import check_recipe, describe
     from services.cli.profiles import load_with_profile
 
     resolved = load_with_profile(recipe, set_ or (), profile)
-    left_out = check_recipe(resolved)
+    left_out = check_recipe(resolved, solutions)
     if show:
         import yaml
 

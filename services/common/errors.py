@@ -30,6 +30,7 @@
     ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
     ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; what that costs is a setting
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
+        └── GraderFailedError         GRADER_FAILED: a reward or judgement says nothing about the answer
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
 compares the two lists. ``services.common.rpc.status`` turns these into gRPC statuses and back, from one table.
@@ -192,3 +193,9 @@ class InfrastructureError(MillraceError):
     """A peer, a process or the machine failed. Retryable; never turned into a reward."""
 
     reason = "INFRASTRUCTURE"
+
+
+class GraderFailedError(InfrastructureError):
+    """A reward or judgement ended without a word about the answer."""
+
+    reason = "GRADER_FAILED"

@@ -42,12 +42,19 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
 
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=resolved, local_files_only=local, output_loading_info=True, trust_remote_code=False
+            str(path),
+            dtype=resolved,
+            local_files_only=local,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickled
         )
     except RuntimeError as error:  # transformers' word for weights whose shapes do not fit the config
         raise ModelMismatchError(f"{path}: weights do not fit config.json: {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot load a causal language model: {error}") from error
+        pickled = sorted(each.name for each in Path(path).glob("*.bin")) if local else []
+        hint = f"; {pickled[0]} is pickled and is not read: convert the weights to safetensors" if pickled else ""
+        raise ConfigError(f"{path}: cannot load a causal language model: {error}{hint}") from error
     model, found = loaded
     # transformers only warns about these, and goes on with random weights.
     wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}

@@ -11,7 +11,7 @@ _TO_PROTO = {
 _FROM_PROTO = {number: reason for reason, number in _TO_PROTO.items()}
 
 
-def refusal_reason_to_proto(reason: RefusalReason) -> pool_pb2.RefusalReason:
+def refusal_reason_to_proto(reason: RefusalReason) -> pool_pb2.RefusalReason.ValueType:
     return _TO_PROTO[reason]
 
 

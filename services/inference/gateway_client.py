@@ -17,7 +17,7 @@ import orjson
 
 from services.common.accounts import TimeAccount
 from services.common.aio import deadline
-from services.common.errors import CapacityError, ConfigError, InfrastructureError
+from services.common.errors import CapacityError, ConfigError, GraderFailedError, InfrastructureError
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.rpc.channel import DEADLINES, channel, translated_errors
 from services.common.security.roles import Peer
@@ -149,7 +149,7 @@ class GatewayClient:
             environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
             environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
         ):
-            raise InfrastructureError(f"the grader of reward {reward!r} failed: {response.detail}")
+            raise GraderFailedError(f"the grader of reward {reward!r} failed: {response.detail}")
         return Reward(
             value=response.reward,
             unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,

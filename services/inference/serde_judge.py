@@ -5,7 +5,7 @@ from __future__ import annotations
 import json  # not orjson: integers of any size
 from collections.abc import Sequence
 
-from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.errors import GraderFailedError, InvalidRequestError
 from services.common.pb import environment_pb2
 from services.common.pb import judge_pb2 as pb
 from services.common.serde import duration_to_proto
@@ -42,7 +42,7 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
     """One outcome per case; a program that was refused as a whole was refused on each.
 
     Raises:
-        InfrastructureError: a verdict that says nothing about the program.
+        GraderFailedError: a verdict that says nothing about the program.
     """
     if (
         response.verdict == pb.VERDICT_INVALID_TESTS
@@ -51,7 +51,7 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
     verdicts = [response.verdict, *(case.verdict for case in response.cases)]
     broken = next((verdict for verdict in verdicts if verdict not in _VERDICT), None)
     if broken is not None:
-        raise InfrastructureError(f"judging ended with {pb.Verdict.Name(broken)}: {response.detail}")
+        raise GraderFailedError(f"judging ended with {pb.Verdict.Name(broken)}: {response.detail}")
     if len(response.cases) == num_cases:
         return tuple(
             CaseOutcome(verdict=_VERDICT[case.verdict], detail=case.detail, stdout=case.stdout, stderr=case.stderr)
@@ -59,4 +59,4 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
         )
     if response.verdict == pb.VERDICT_INVALID_REQUEST:
         return (CaseOutcome(verdict=CaseVerdict.INVALID_REQUEST, detail=response.detail),) * num_cases
-    raise InfrastructureError(f"{len(response.cases)} of {num_cases} cases were judged: {response.detail}")
+    raise GraderFailedError(f"{len(response.cases)} of {num_cases} cases were judged: {response.detail}")

@@ -78,15 +78,18 @@ class Batches:
         open_reader: Callable[[], JournalReader],
         may_begin: Callable[[int], bool] = lambda step: True,
         cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
+        fault_of: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``cancel`` ends the open slots of groups whose results could only be dropped."""
+        """``cancel`` ends the open slots of groups whose results could only be dropped; ``fault_of`` says why the trainer
+        would refuse a sequence."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
         self._open_reader = open_reader
         self._may_begin = may_begin
+        self._fault_of = fault_of
         self._clock = clock
         self.late = LateGroups(policy, config, experience, cancel, clock)
         self._taken_at: tuple[int, float] | None = None  # the newest batch that this process put together: step, when
@@ -134,7 +137,7 @@ class Batches:
         if training_step < 1:
             raise InvalidRequestError(f"training_step is {training_step}; the first is 1")
         if training_step <= self.newest_step:
-            return await self._replay(training_step)
+            return self._usable(await self._replay(training_step))
         if training_step > self.newest_step + 1:
             raise InvalidRequestError(
                 f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
@@ -153,7 +156,27 @@ class Batches:
         finally:
             self.num_waiting -= 1
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
-        return await asyncio.shield(asyncio.ensure_future(self._assemble(training_step)))
+        return self._usable(await asyncio.shield(asyncio.ensure_future(self._assemble(training_step))))
+
+    def _usable(self, batch: Batch) -> Batch:
+        """The batch without sequences that the trainer would refuse, and be started again to refuse.
+
+        Raises:
+            BatchLostError: nothing is left.
+        """
+        faults = {name: fault for name, found in batch.sequences.items() if (fault := self._fault_of(found))}
+        if not faults:
+            return batch
+        name, fault = next(iter(faults.items()))
+        log.error(
+            "batch.unusable", policy=self.policy, step=batch.record.training_step, sequences=len(faults), first=name,
+            fault=fault, effect="it is trained without them", see="millrace journal RUN list",
+        )  # fmt: skip
+        left = {name: found for name, found in batch.sequences.items() if name not in faults}
+        batch = Batch(record=_reduced(batch.record, left), sequences=left, replayed=batch.replayed)
+        self._experience.note_lost(len(faults))
+        self._remember(batch)
+        return batch
 
     def _can_serve(self, training_step: int) -> bool:
         if self._closed:
@@ -247,13 +270,19 @@ def read_what_is_left(reader: JournalReader, policy: str, training_step: int) ->
     record, sequences = _read(reader, policy, training_step)
     lost = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
     if lost:
-        left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
-        if not left:
-            raise BatchLostError(
-                f"no trajectory of the batch of step {training_step} of {policy} is in the journal any more"
-            )
-        record = replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
+        record = _reduced(record, sequences)
     return Batch(record=record, sequences=sequences, replayed=True), lost
+
+
+def _reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchRecord:
+    """The batch of these of its sequences alone; raises ``BatchLostError`` when there are none."""
+    left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
+    if not left:
+        raise BatchLostError(
+            f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
+            "`millrace journal RUN repair` lets the run put together another one, if its version is not published"
+        )
+    return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
 
 
 def _totals(

@@ -13,16 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from services.common import kept_tokens
 from services.common.config.recipe import Recipe
 from services.common.refusals import RefusalReason as Reason
 from services.common.rpc.limits import limit_of
-from services.common.types import Logprobs, Purpose, Segment, Sequence, TaskGroupOrder, Trajectory
+from services.common.types import Logprobs, Purpose, Segment, Sequence, TaskGroupOrder, TokenSource, Trajectory
 from services.orchestrator.groups import GroupBy, group_key
-from services.orchestrator.record_facts import check_metrics, check_name, check_times, refuse, shown
+from services.orchestrator.record_facts import (
+    RecordRefusedError,
+    check_metrics,
+    check_name,
+    check_times,
+    refuse,
+    shown,
+)
 
 MOST_REWARD = 1e6
 LEAST_LOGPROB = -1e5  # the logits of a model, over the smallest temperature that anybody samples at
@@ -32,7 +41,7 @@ MOST_SEQUENCES = 1024  # of a trajectory; more where workflow.settings.max_seque
 MOST_SEGMENTS = 8192  # of a sequence
 EMPTY_SEGMENTS = 16  # of them without a token
 MOST_TOKENS = limit_of("StreamTrajectories").request_bytes // 4  # of a trajectory: four bytes each in one message
-MOST_ATTEMPTS = 1024
+MOST_ATTEMPTS, MOST_THREADS = 1024, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +91,19 @@ class RecordBounds:
         if vocab_size > 0:
             self.policies[policy] = replace(self.policies[policy], vocab_size=vocab_size)
 
+    def fault_of_trained(self, sequence: Sequence) -> str:
+        """Why the trainer of its policy would refuse a sequence of a recorded batch; empty when it would not. Its record may
+        have come in before the vocabulary was known."""
+        bounds = self.policies[sequence.policy]
+        written = [segment for segment in sequence.segments if segment.num_tokens]
+        try:
+            _check_ids(sequence, bounds.vocab_size)
+            for segment in written:
+                kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+        except (RecordRefusedError, ValueError) as error:
+            return str(error)
+        return "it begins with a token of the policy" if written and written[0].is_policy else ""
+
     def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Callable[[str], int]) -> None:
         """``newest``: the newest version of a policy that the ledger knows.
 
@@ -102,8 +124,7 @@ class RecordBounds:
                 refuse(Reason.POLICY, f"unknown policy {shown(sequence.policy)}")
             if order.policies and sequence.policy not in order.policies:
                 refuse(Reason.POLICY, f"a sequence of {sequence.policy} in a task group of {', '.join(order.policies)}")
-            _check_sequence(sequence, bounds, order, newest(sequence.policy))
-            num_tokens += sequence.num_tokens
+            num_tokens += _check_sequence(sequence, bounds, order, newest(sequence.policy))
         if num_tokens > MOST_TOKENS:
             refuse(Reason.LENGTH, f"the trajectory has {num_tokens} tokens; at most {MOST_TOKENS} are taken")
         if order.purpose is Purpose.TRAIN:
@@ -132,129 +153,137 @@ def _check_reward(what: str, reward: float) -> None:
         refuse(Reason.REWARD, f"{what} is {reward:g}; rewards are from {-MOST_REWARD:g} to {MOST_REWARD:g}")
 
 
-def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> None:
+def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:
+    """Returns its number of tokens."""
     trains = order.purpose is Purpose.TRAIN
     name = sequence.policy
-    check_name(sequence.role, f"the role of a sequence of {name}")
-    if not 0 <= sequence.attempt < MOST_ATTEMPTS or not 0 <= sequence.thread < MOST_ATTEMPTS * MOST_SEQUENCES:
+    check_name(sequence.role, "a role")
+    if not 0 <= sequence.attempt < MOST_ATTEMPTS or not 0 <= sequence.thread < MOST_THREADS:
         refuse(
             Reason.NUMBER,
             f"a sequence of {name} is attempt {sequence.attempt}, thread {sequence.thread}; attempts are from 0 to "
-            f"{MOST_ATTEMPTS - 1}, threads are not below 0",
+            f"{MOST_ATTEMPTS - 1}, threads from 0 to {MOST_THREADS - 1}",
         )
-    _check_reward(f"the reward of a sequence of {name}", sequence.reward)
+    _check_reward("the reward of a sequence", sequence.reward)
     if trains and not bounds.takes_reward(sequence.reward):
         refuse(
             Reason.REWARD,
             f"the reward of a sequence of {name} is {sequence.reward:g}, from which its advantage cannot be made",
         )
-    check_metrics(sequence.metrics, f"a sequence of {name}")
-    _check_lengths(sequence, bounds, order)
-    _check_ids(sequence, bounds.vocab_size)
+    check_metrics(sequence.metrics, "a sequence")
+    num_tokens = _check_lengths(sequence, bounds, order)
+    _check_arrays(sequence, bounds.vocab_size)
     required = order.required_versions.get(name)
     for segment in sequence.segments:
-        _check_segment(segment, name, newest)
+        version, temperature = segment.weight_version, segment.temperature
+        if not -1 <= version <= newest:
+            fault = f"is from the future: the newest is {newest}" if version > newest else "does not exist"
+            refuse(Reason.VERSION, f"version {version} of {name} {fault}")
+        if temperature is not None and not 0 <= temperature <= MOST_TEMPERATURE:  # NaN too
+            refuse(Reason.TEMPERATURE, f"a segment of {name}: its temperature is {temperature}")
         if not segment.is_policy:
             continue
-        if required is not None and segment.num_tokens and segment.weight_version != required:
-            refuse(Reason.VERSION, f"sampled from version {segment.weight_version} of {name}, not {required}")
+        if required is not None and segment.num_tokens and version != required:
+            refuse(Reason.VERSION, f"sampled from version {version} of {name}, not {required}")
         if trains:
-            _check_trained(segment, sequence, bounds, order)
+            _check_trained(segment, name, bounds, order)
+    return num_tokens
 
 
-def _check_lengths(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
-    name, sizes = sequence.policy, [segment.num_tokens for segment in sequence.segments]
-    num_tokens = sum(sizes)
+def _check_lengths(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> int:
+    """Of turns, segments and the whole, which it returns. In training the first token is of the environment."""
+    name, most = sequence.policy, order.sampling.max_new_tokens
+    num_tokens = turn = 0
+    for segment in sequence.segments:
+        size = len(segment.token_ids)
+        if segment.source is TokenSource.POLICY:
+            if not num_tokens and size and order.purpose is Purpose.TRAIN:
+                refuse(Reason.LENGTH, f"a sequence of {name} begins with a token of the policy: it has no prompt")
+            turn += size
+            if turn > most:
+                refuse(
+                    Reason.LENGTH,
+                    f"a turn of {name} has {turn} tokens or more; sampling.max_new_tokens of its order is {most}",
+                )
+        elif size:
+            turn = 0
+        num_tokens += size
     if not 1 <= num_tokens <= bounds.context_length:
         refuse(
             Reason.LENGTH,
             f"a sequence of {name} has {num_tokens} tokens; it must have 1 to {bounds.context_length} "
             f"(policies.{name}.model.context_length)",
         )
-    if len(sizes) > min(MOST_SEGMENTS, num_tokens + EMPTY_SEGMENTS):
+    if len(sequence.segments) > min(MOST_SEGMENTS, num_tokens + EMPTY_SEGMENTS):
         refuse(
             Reason.COUNT,
-            f"a sequence of {name} has {len(sizes)} segments for {num_tokens} tokens; at most {MOST_SEGMENTS} are taken",
+            f"a sequence of {name} has {len(sequence.segments)} segments for {num_tokens} tokens; at most "
+            f"{MOST_SEGMENTS} are taken",
         )
-    most, turn = order.sampling.max_new_tokens, 0
-    for segment, size in zip(sequence.segments, sizes, strict=True):
-        turn = turn + size if segment.is_policy else turn if size == 0 else 0
-        if turn > most:
-            refuse(
-                Reason.LENGTH,
-                f"a turn of {name} has {turn} tokens or more; sampling.max_new_tokens of its order is {most}",
-            )
-    first = next(segment for segment, size in zip(sequence.segments, sizes, strict=True) if size)
-    if order.purpose is Purpose.TRAIN and first.is_policy:
-        refuse(Reason.LENGTH, f"a sequence of {name} begins with a token of the policy: it has no prompt")
+    return num_tokens
+
+
+def _check_arrays(sequence: Sequence, vocab_size: int | None) -> None:
+    """Token ids and log-probabilities, all segments of a sequence at once."""
+    _check_ids(sequence, vocab_size)
+    own = [segment.logprobs for segment in sequence.segments if len(segment.logprobs)]
+    _check_logprobs(own, Reason.LOGPROB, f"a log-probability of {sequence.policy}")
+    teacher = [segment.teacher_logprobs for segment in sequence.segments if len(segment.teacher_logprobs)]
+    _check_logprobs(teacher, Reason.TEACHER, f"a log-probability of the teacher of {sequence.policy}")
 
 
 def _check_ids(sequence: Sequence, vocab_size: int | None) -> None:
+    if not sequence.segments:
+        return
     largest = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
-    for segment in sequence.segments:
-        # Negative ids are the largest of all as unsigned ones.
-        ids = segment.token_ids
-        if segment.num_tokens and int(ids.view(np.uint32).max()) > largest:
-            wrong = int(ids[(ids < 0) | (ids > largest)][0])
-            refuse(
-                Reason.TOKEN_ID,
-                f"a sequence of {sequence.policy} has the token id {wrong}, and the policy has ids 0 to {largest}: its "
-                "replica has another model or tokenizer",
-            )
-
-
-def _check_segment(segment: Segment, name: str, newest: int) -> None:
-    version, temperature = segment.weight_version, segment.temperature
-    if version > newest:
-        refuse(Reason.VERSION, f"version {version} of {name} is from the future: the newest is {newest}")
-    if version < -1:
-        refuse(Reason.VERSION, f"version {version} of {name} does not exist: the first is 0")
-    if temperature is not None and not 0 <= temperature <= MOST_TEMPERATURE:  # NaN too
-        refuse(Reason.TEMPERATURE, f"a segment of {name}: its temperature is {temperature}")
-    if segment.num_tokens and segment.is_policy and not _are_logprobs(segment.logprobs):
-        wrong = _worst(segment.logprobs)
+    ids = _joined([segment.token_ids for segment in sequence.segments])
+    # Negative ids are the largest of all as unsigned ones.
+    if int(np.maximum.reduce(ids.view(np.uint32), initial=0)) > largest:
+        wrong = int(ids[(ids < 0) | (ids > largest)][0])
         refuse(
-            Reason.LOGPROB,
-            f"a log-probability of {name} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}",
-        )
-    if len(segment.teacher_logprobs) and not _are_logprobs(segment.teacher_logprobs):
-        wrong = _worst(segment.teacher_logprobs)
-        refuse(
-            Reason.TEACHER,
-            f"a log-probability of the teacher of {name} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}",
+            Reason.TOKEN_ID,
+            f"a sequence of {sequence.policy} has the token id {wrong}, and the policy has ids 0 to {largest}: its "
+            "replica has another model or tokenizer",
         )
 
 
-def _are_logprobs(values: Logprobs) -> bool:
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _check_logprobs(arrays: list[Logprobs], reason: Reason, what: str) -> None:
+    if not arrays:
+        return
+    values = _joined(arrays)
     # The extremes of what holds NaN are NaN, and no comparison with it is true.
-    return bool(values.min() >= LEAST_LOGPROB and values.max() <= MOST_LOGPROB)
+    if np.minimum.reduce(values) >= LEAST_LOGPROB and np.maximum.reduce(values) <= MOST_LOGPROB:
+        return
+    wrong = float(values[~((values >= LEAST_LOGPROB) & (values <= MOST_LOGPROB))][0])
+    refuse(reason, f"{what} is {wrong:g}; they are from {LEAST_LOGPROB:g} to {MOST_LOGPROB:g}")
 
 
-def _worst(values: Logprobs) -> float:
-    return float(values[~((values >= LEAST_LOGPROB) & (values <= MOST_LOGPROB))][0])
-
-
-def _check_trained(segment: Segment, sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
+def _check_trained(segment: Segment, name: str, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
     """Whether these tokens can be trained: under the distribution that they were drawn from, with or without a teacher."""
-    name, temperature = sequence.policy, segment.temperature
+    temperature = segment.temperature
     if temperature is not None and temperature < LEAST_TEMPERATURE:
         refuse(
             Reason.TEMPERATURE,
             f"a segment of {name}: its temperature is {temperature}; what is trained is sampled at "
             f"{LEAST_TEMPERATURE:g} or more",
         )
-    if order.sampling.is_truncated and segment.num_tokens and not segment.kept:
+    if segment.kept:
+        try:
+            kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+        except ValueError as error:
+            refuse(Reason.KEPT_TOKENS, f"a segment of {name}: {error}")
+    elif segment.num_tokens and order.sampling.is_truncated:
         refuse(
             Reason.KEPT_TOKENS,
             f"a segment of {name}: it does not say which tokens top_k, top_p and min_p kept: the engine of its replica "
             "does not tell them",
         )
-    try:
-        kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
-    except ValueError as error:
-        refuse(Reason.KEPT_TOKENS, f"a segment of {name}: {error}")
-    is_scored = len(segment.teacher_logprobs) == segment.num_tokens
-    if bounds.taught and not is_scored:
+    num_scored = len(segment.teacher_logprobs)
+    if bounds.taught and num_scored != segment.num_tokens:
         refuse(Reason.TEACHER, f"a segment of {name} lacks the log-probabilities of its teacher")
-    if not bounds.taught and len(segment.teacher_logprobs):
+    if num_scored and not bounds.taught:
         refuse(Reason.TEACHER, f"a segment of {name} has log-probabilities of a teacher, and it has none")

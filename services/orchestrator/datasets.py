@@ -189,7 +189,8 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
         load = functools.partial(_from_saved_dict, config.path, config.split)
     try:
         rows = load()
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # RuntimeError: it is a script, which `datasets` does not run.
         raise DatasetError(f"dataset {config.path!r} (split {config.split!r}) cannot be loaded: {error}") from error
     if config.limit is not None:
         rows = rows.select(range(min(config.limit, len(rows))))

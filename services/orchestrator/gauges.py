@@ -67,6 +67,7 @@ def _policies(ring: Ring) -> dict[str, float]:
             f"quota/{policy}": float(account.quota),
             f"staleness_max/{policy}": float(batches.staleness_max),
             f"waiting_ranks/{policy}": float(batches.num_waiting),
+            f"masked_share/{policy}": ring.masked.share(policy),
         }
         metrics = ring.last_metrics[policy].items()
         found |= {f"step/{policy}/{name}": float(value) for name, value in metrics if math.isfinite(value)}

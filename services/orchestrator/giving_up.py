@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from services.common.fates import TOO_OLD
+from services.common.masked import REPLICAS_LOST
 from services.orchestrator.dispatcher import Dispatcher
 from services.orchestrator.evaluation import Evaluations
 from services.orchestrator.groups import TaskGroup
@@ -36,7 +37,7 @@ class GivingUp:
         for name in task_group_ids:
             group = self._groups.get(name)
             if group is not None and group.num_lost > MAX_LOST:
-                self.give_up(group, "REPLICAS_LOST", f"{group.num_lost} replicas were lost while playing it")
+                self.give_up(group, REPLICAS_LOST, f"{group.num_lost} replicas were lost while playing it")
 
     def give_up(self, group: TaskGroup, reason: str, detail: str) -> None:
         """Fail the open slots of a task group."""

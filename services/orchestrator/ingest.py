@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common import fates
+from services.common import fates, masked
 from services.common.refusals import Refusal, RefusalReason
 from services.common.repeats import Repeats
 from services.common.types import RolloutFailure, Trajectory
@@ -33,7 +33,7 @@ from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
-INVALID_RECORD = "INVALID_RECORD"
+INVALID_RECORD = masked.INVALID_RECORD
 OF_A_REPLICA = "REPLICA_"  # before a reason that only the orchestrator gives, where a replica gives it
 MOST_COUNTERS = 256
 _REASON = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -152,7 +152,8 @@ class Ingest:
     def _bounded(self, record: Outcome, fault: Refusal | None, sender: Incarnation | None) -> Outcome:
         """What is stored of a record: with a fault, a failure of its slot."""
         if fault is not None:
-            self.refusals.refused(record.replica_id, record.task_group_id, record.index, fault)
+            replica_id = record.replica_id if sender is None else sender[0]
+            self.refusals.refused(replica_id, record.task_group_id, record.index, fault)
             self._drop(record, RecordOutcome.INVALID)
             return RolloutFailure(
                 task_group_id=record.task_group_id,

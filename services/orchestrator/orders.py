@@ -32,6 +32,10 @@ class GroupNames:
         if number is not None:
             self._next = max(self._next, number + 1)
 
+    def skip(self, count: int) -> None:
+        """Leave out names that may have been drawn."""
+        self._next += count
+
     def was_issued(self, name: str) -> bool:
         number = self._number(name)
         return number is not None and 0 < number < self._next

@@ -1,6 +1,7 @@
 """Records that are set aside: damaged, unreadable or unusable ones, each named once in the journal itself.
 
-A record is known by its number, so a later record of the same slot is used. What an earlier start set aside is read back
+A record is known by its number, so a later record of the same slot is used; bytes that do not tell their record are known
+by where they lie. What an earlier start set aside is read back
 and not looked at again: nothing is tried twice, and a journal does not grow because a process starts.
 """
 
@@ -13,6 +14,7 @@ import structlog
 
 from services.common.fates import SetAsideReason
 from services.orchestrator.journal import records
+from services.orchestrator.journal.damage import Damage
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import SetAside
@@ -20,13 +22,19 @@ from services.orchestrator.journal.writer import Journal
 
 log = structlog.get_logger()
 
+_Identity = int | tuple[str, int, int]  # the record's number, else its kind, segment and offset
+
 MOST_LOGGED = 20  # of one start; the rest is counted, and `millrace journal RUN list` has it
+
+
+def _identity(number: int, kind: str, segment: int, offset: int) -> _Identity:
+    return number or (kind, segment, offset)
 
 
 class Quarantine:
     def __init__(self) -> None:
-        self._known: dict[int, SetAside] = {}  # by the record's number
-        self._new: dict[int, SetAside] = {}  # of these, not in the journal yet
+        self._known: dict[_Identity, SetAside] = {}
+        self._new: dict[_Identity, SetAside] = {}  # of these, not in the journal yet
 
     @classmethod
     def of(cls, reader: JournalReader) -> Quarantine:
@@ -36,13 +44,13 @@ class Quarantine:
             try:
                 if (record := reader.load(row)) is not None:
                     noted = records.set_aside_from_json(record)
-                    found._known[noted.number] = noted
+                    found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
             except (KeyError, TypeError, ValueError):
                 log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
         return found
 
     def __contains__(self, row: Row) -> bool:
-        return row.number in self._known
+        return _identity(row.number, row.kind, row.segment, row.offset) in self._known
 
     def __iter__(self) -> Iterator[SetAside]:
         return iter(self._known.values())
@@ -52,13 +60,24 @@ class Quarantine:
 
     def add(self, row: Row, reason: SetAsideReason, detail: str = "") -> None:
         """Set a record aside; repeating it changes nothing."""
-        if row in self:
+        identity = _identity(row.number, row.kind, row.segment, row.offset)
+        if identity in self._known:
             return
         noted = SetAside(
             kind=row.kind, key=row.key, number=row.number, segment=row.segment, offset=row.offset, reason=reason,
             detail=detail,
         )  # fmt: skip
-        self._known[row.number] = self._new[row.number] = noted
+        self._known[identity] = self._new[identity] = noted
+
+    def add_span(self, span: Damage) -> Row:
+        """Set aside what lies in a span that could not be read; its row, as far as the span tells it."""
+        row = Row(span.number, span.kind, span.key, span.segment, span.offset, 0, 0)
+        self.add(row, SetAsideReason.DAMAGED, str(span))
+        return row
+
+    def is_new(self, row: Row) -> bool:
+        """Whether it was set aside by this process."""
+        return _identity(row.number, row.kind, row.segment, row.offset) in self._new
 
     def write(self, journal: Journal) -> None:
         """Name in the journal and the log what was set aside since the last call."""
@@ -76,7 +95,7 @@ class Quarantine:
             log.error("journal.set_aside_in_all", records=len(self._new), see="millrace journal RUN list --set-aside")
         for noted in self._new.values():
             record = records.set_aside_to_json(noted)
-            journal.submit(records.SET_ASIDE, f"{noted.kind}/{noted.number}", record.copy)
+            journal.submit(records.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)
         self._new.clear()
 
     def counts(self) -> Counter[tuple[str, SetAsideReason]]:

@@ -52,7 +52,7 @@ def check_metrics(metrics: Mapping[str, float], what: str) -> None:
     if len(metrics) > MOST_METRICS:
         refuse(Reason.METRIC, f"{what} has {len(metrics)} metrics; at most {MOST_METRICS} are taken")
     for name, value in metrics.items():
-        check_name(name, f"a metric of {what}")
+        check_name(name, "a metric")
         if not -MOST_METRIC <= value <= MOST_METRIC:  # NaN too
             refuse(Reason.METRIC, f"the metric {name} of {what} is {value:g}; at most {MOST_METRIC:g} is taken")
 
@@ -86,10 +86,16 @@ def _fault_of_timing(timing: RolloutTiming) -> str:
     if len(timing.phases) > MOST_PHASES:
         return f"the rollout has {len(timing.phases)} phases; at most {MOST_PHASES} are taken"
     for phase in timing.phases:
-        names_fit = 0 < len(phase.what) <= MOST_NAME and len(phase.policy) <= MOST_NAME
-        times_fit = 0 <= phase.begin_s < LAST_INSTANT and 0 <= phase.seconds < LAST_INSTANT
-        numbers_fit = phase.num_tokens >= 0 and phase.first_version >= -1 and phase.last_version >= -1
-        if not (names_fit and times_fit and numbers_fit and len(phase.detail) <= MOST_PHASE_DETAIL):
+        if not (
+            0 < len(phase.what) <= MOST_NAME
+            and len(phase.policy) <= MOST_NAME
+            and len(phase.detail) <= MOST_PHASE_DETAIL
+            and 0 <= phase.begin_s < LAST_INSTANT
+            and 0 <= phase.seconds < LAST_INSTANT
+            and phase.num_tokens >= 0
+            and phase.first_version >= -1
+            and phase.last_version >= -1
+        ):
             return f"a phase of the rollout ({shown(phase.what)}) has a name, time or number that cannot be"
     return ""
 

@@ -7,6 +7,7 @@ replica for one more lease.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ import structlog
 
 from services.common.errors import ConfigError, CorruptDataError, MillraceError, UnknownPolicyError
 from services.common.fates import ClosedReason, SetAsideReason
-from services.common.types import WeightVersion
+from services.common.refusals import RefusalReason
+from services.common.types import Trajectory, WeightVersion
 from services.orchestrator.batches import read_fresh_groups
 from services.orchestrator.curation import AcceptAll
 from services.orchestrator.groups import AdvantageGroup, GroupBy, Outcome, TaskGroup, split_sequence_id
@@ -24,14 +26,15 @@ from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchRecord, EvaluationResult
 from services.orchestrator.quarantine import Quarantine
+from services.orchestrator.record_facts import RecordRefusedError, refuse
 from services.orchestrator.recount import KINDS, recount
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
-from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, survey
+from services.orchestrator.survey import UNREADABLE, Survey, decode, numbered, rows_that_matter, spare_names, survey
 
 log = structlog.get_logger()
 
-MOST_TRIES = 64
+MOST_TRIES = 1000
 
 _OUTCOMES = (records.TRAJECTORY, records.FAILURE)
 
@@ -120,6 +123,7 @@ class _Recovery:
         ring.experience.surplus_before = found.surplus
         for name in found.last_name:
             ring.names.resume_after(name)
+        ring.names.skip(spare_names(self.reader))
         ring.training_orders.curriculum.resume_after(found.position)
 
     def apply(self, row: Row) -> None:
@@ -152,7 +156,20 @@ class _Recovery:
         if outcome is not None and (outcome.task_group_id, str(outcome.index)) != (name, index):
             self.ring.aside.add(row, SetAsideReason.UNREADABLE, "it is of another slot than its key says")
             return None
-        return outcome
+        return None if outcome is None or self._is_refused(row, outcome) else outcome
+
+    def _is_refused(self, row: Row, outcome: Outcome) -> bool:
+        """Set aside what ingestion would refuse today, and an earlier release took in."""
+        group = self.ring.groups[outcome.task_group_id]
+        try:
+            if not group.has_slot(outcome.index):
+                refuse(RefusalReason.NUMBER, f"its task group has no slot {outcome.index}")
+            if isinstance(outcome, Trajectory):  # versions are not compared: records of some may be lost
+                self.ring.bounds.check(outcome, group.order, lambda policy: sys.maxsize)
+        except RecordRefusedError as error:
+            self.ring.aside.add(row, SetAsideReason.REFUSED, str(error))
+            return True
+        return False
 
     def _apply(self, row: Row, value: Any) -> None:
         ring = self.ring
@@ -170,7 +187,7 @@ class _Recovery:
         elif row.kind == records.OBSERVATION:
             ring.training_orders.curation.observe(*value)
         elif row.kind == records.VERSION:
-            self._apply_version(*value)
+            self._apply_version(row, *value)
         elif row.kind == records.BATCH:
             self._apply_batch(row, value)
         elif row.kind == records.EVALUATION_START:
@@ -208,10 +225,13 @@ class _Recovery:
             raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
         self.ring.evaluations.begin(evaluation_id, versions)
 
-    def _apply_version(self, version: WeightVersion, metrics: Mapping[str, float]) -> None:
+    def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:
         ledger = self.ring.ledgers[version.policy]
         for missing in range(ledger.newest_number + 1, version.number):
             self.ring.lose_version(version.policy, missing)
+        batches = self.ring.batches.get(version.policy)
+        if batches is not None and batches.newest_step < version.number and records.BATCH in self.found.unknown:
+            self._lose_batch(version.policy, version.number, row)
         self.ring.apply_version(version, metrics)
 
     def _apply_batch(self, row: Row, batch: BatchRecord) -> None:
@@ -267,8 +287,11 @@ class _Recovery:
         ring = self.ring
         self._restore_state()
         ring.judged_before, ring.experience.surplus_before = set(), {}
-        for name in self.in_batches & ring.groups.keys():
-            self._close_trained(ring.groups[name])
+        if self.found.unknown.get(records.BATCH, False):  # one more batch may have been recorded
+            for policy in ring.batches:
+                ring.experience.lose_batch(policy, ())
+        for name in [name for name in ring.groups if self._is_over(name)]:
+            self._close(ring.groups[name])
         for name in self.found.lost_groups:
             ring.close_group(name, ClosedReason.SET_ASIDE)
         for batches in ring.batches.values():
@@ -277,9 +300,12 @@ class _Recovery:
         self._give_back()
         ring.aside.write(ring.journal)
 
-    def _close_trained(self, group: TaskGroup) -> None:
-        """A part of the group was trained when it was complete, and an outcome of it is lost since: its slots are never
-        played again, because what they brought was compared with the rest."""
+    def _is_over(self, name: str) -> bool:
+        """Whether an open group was complete once, and an outcome of it is lost since, so that its slots must not be played
+        again: a part of it was trained, or it may have been closed."""
+        return name in self.in_batches or (name in self.found.judged and records.CLOSED in self.found.unknown)
+
+    def _close(self, group: TaskGroup) -> None:
         ring = self.ring
         del ring.groups[group.id]
         ring.experience.cancelled(group)

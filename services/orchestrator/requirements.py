@@ -39,15 +39,15 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
             raise DatasetError(
                 f"{where} has no tests with a kind of {', '.join(TEST_KINDS)}; rows of other layouts are read with form: code"
             )
-        if reward == "code" and isinstance(tests, Mapping) and (why := _why_unusable(tests)):
+        if reward == "code" and isinstance(tests, Mapping) and (why := why_tests_are_unusable(tests)):
             raise DatasetError(f"{where}: {why}")
 
     return check
 
 
-def _why_unusable(tests: Mapping[str, Any]) -> str:
+def why_tests_are_unusable(tests: Mapping[str, Any]) -> str:
     """Why no program can be judged by a row's tests; empty when they can judge, as far as their text shows it."""
-    if tests["kind"] != "assert":
+    if tests.get("kind") != "assert":
         cases = tests.get("cases")
         return "" if isinstance(cases, list) and cases else "its tests have no cases"
     parts = [tests.get("tests"), tests.get("entry_point", ""), tests.get("preamble", "")]

@@ -42,6 +42,7 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import EvaluationResult, Verdict
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.masked import MaskedSamples
 from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.orders import GroupNames, TrainingOrders, sampling_of
 from services.orchestrator.pool import Replica, ReplicaPool
@@ -107,6 +108,7 @@ class Ring:
             self._judged,
             recipe.run.deterministic,
         )
+        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.batches = {
             name: Batches(
                 name,
@@ -116,6 +118,7 @@ class Ring:
                 lambda: JournalReader(journal.directory),
                 self._may_begin,
                 lambda groups: self.giving_up.cancel_too_old(groups),
+                self.bounds.fault_of_trained,
                 clock,
             )
             for name, config in batch_configs.items()
@@ -159,7 +162,6 @@ class Ring:
             fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=clock,
         )
-        self.bounds = RecordBounds.of(recipe, vocab_sizes)
         self.ingest = Ingest(
             self.groups,
             self.names.was_issued,
@@ -172,6 +174,7 @@ class Ring:
             is_member=lambda sender: self.pool.has_met(*sender),
         )
         self.giving_up = GivingUp(self.groups, self.dispatcher, self.evaluations, self.ingest)
+        self.masked = MaskedSamples(self.counters, recipe.rollout.max_masked_share, recipe.rollout.masked_window)
         self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -188,6 +191,8 @@ class Ring:
     def _resolved(self, group: TaskGroup, outcome: Outcome) -> None:
         """A slot's first record is durable."""
         replica = self.pool.resolved(group.id, outcome.index)
+        if group.is_training:
+            self.masked.resolved(self.experience.policies_of(group), outcome)
         if group.is_training and group.complete:
             self.observe(group)  # ahead of what closes the task group: a recovery does not parse closed ones
         self.apply_resolved(group, outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from services.common.serde_accounts import account_from_proto, peer_from_proto
 from services.common.serde_refusals import refusal_reason_to_proto
 from services.common.serde_transfers import weight_transfer_from_proto
 from services.common.types import RolloutFailure
+from services.orchestrator import report_bounds as bounds
 from services.orchestrator.acks import AckQueue
 from services.orchestrator.commands import (
     AnnounceVersion,
@@ -60,19 +61,17 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def JoinPool(
         self, request: pool_pb2.JoinPoolRequest, context: Context
     ) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
-        if not request.replica_id or not request.incarnation:
-            raise InvalidRequestError("replica_id and incarnation must be set")
-        if request.num_slots < 1:
-            raise InvalidRequestError(f"num_slots is {request.num_slots}; it must be 1 or more")
+        bounds.check_id("replica_id", request.replica_id)
+        bounds.check_id("incarnation", request.incarnation)
         replica = self._side.join(
             Hello(
                 replica_id=request.replica_id,
                 incarnation=request.incarnation,
-                num_slots=request.num_slots,
-                held={held.policy: Held(held.number, held.digest) for held in request.held_versions},
+                num_slots=bounds.check_number("num_slots", request.num_slots, 1, bounds.MOST_SLOTS),
+                held=self._held(request.held_versions),
                 running=tuple(request.running_task_group_ids),
-                labels=dict(request.labels),
-                weights_address=request.weights_address,
+                labels=bounds.texts(request.labels),
+                weights_address=request.weights_address[: bounds.MOST_TEXT],
             )
         )
         mailbox = replica.mailbox
@@ -84,6 +83,10 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         finally:
             self._ring.pool.stream_ended(replica, mailbox)
             log.info("replica.stream_ended", replica=request.replica_id)
+
+    def _held(self, versions: Iterable[pool_pb2.HeldVersion]) -> dict[str, Held]:
+        held = {version.policy: Held(version.number, version.digest) for version in versions}
+        return bounds.check_held(held, self._ring.ledgers)
 
     def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
         return pool_pb2.JoinPoolResponse(
@@ -132,16 +135,18 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self._side.report(
             request.replica_id,
             request.incarnation,
-            held={held.policy: Held(held.number, held.digest) for held in request.held_versions},
-            num_tokens=request.num_generated_tokens,
-            emission=[serde.interval_from_proto(interval) for interval in request.emission_intervals],
-            gauges=dict(request.gauges),
+            held=self._held(request.held_versions),
+            num_tokens=bounds.check_number("num_generated_tokens", request.num_generated_tokens, 0, bounds.MOST_TOKENS),
+            emission=bounds.intervals(serde.interval_from_proto(interval) for interval in request.emission_intervals),
+            gauges=bounds.gauges(request.gauges),
             running=request.running_task_group_ids if request.accounts else None,
-            accounts=tuple(account_from_proto(account) for account in request.accounts),
-            peers=tuple(peer_from_proto(peer) for peer in request.peers),
+            accounts=bounds.accounts(account_from_proto(account) for account in request.accounts),
+            peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
         )
-        for transfer in request.weight_transfers:
-            self._ring.metrics.weight_transfer(request.replica_id, weight_transfer_from_proto(transfer))
+        for proto in request.weight_transfers:
+            transfer = bounds.transfer(weight_transfer_from_proto(proto))
+            if transfer.policy in self._ring.ledgers:
+                self._ring.metrics.weight_transfer(request.replica_id, transfer)
         return pool_pb2.ReportReplicaResponse(lease=serde.duration_to_proto(self._ring.pool.lease_s))
 
     async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.serde_accounts import account_from_proto, peer_from_proto
+from services.orchestrator import report_bounds as bounds
 from services.orchestrator.commands import (
     PauseTraining,
     ResumeTraining,
@@ -38,17 +39,16 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
     ) -> AsyncIterator[training_pb2.JoinTrainingResponse]:
-        if not request.incarnation:
-            raise InvalidRequestError("incarnation must be set")
+        bounds.check_id("incarnation", request.incarnation)
         ring = self._ring
         trainer = self._side.join(
             request.policy,
             request.incarnation,
-            max(request.num_ranks, 1),
-            request.recovered_version,
-            dict(request.labels),
-            request.kept_checkpoint_steps,
-            request.vocab_size,
+            max(bounds.check_number("num_ranks", request.num_ranks, 0, bounds.MOST_RANKS), 1),
+            bounds.check_number("recovered_version", request.recovered_version, -1),
+            bounds.texts(request.labels),
+            self._kept_steps(request.policy, request.kept_checkpoint_steps),
+            bounds.check_number("vocab_size", request.vocab_size, 0, bounds.MOST_ROWS),
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
@@ -72,22 +72,37 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
-        accounts = tuple(account_from_proto(account) for account in request.accounts)
+        accounts = bounds.accounts(account_from_proto(account) for account in request.accounts)
+        bounds.check_number("rank", request.rank, 0, bounds.MOST_RANKS)
         if request.rank > 0:
             self._ring.trainers.report_rank(request.policy, request.rank, accounts)
             return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
         self._ring.trainers.report(
             request.policy,
             request.incarnation,
-            training_step=request.training_step,
-            state=request.state,
-            checkpoint_step=request.checkpoint_step,
-            gauges=dict(request.gauges),
-            kept_checkpoint_steps=request.kept_checkpoint_steps,
+            training_step=bounds.check_number("training_step", request.training_step, 0),
+            state=request.state[: bounds.MOST_NAME],
+            checkpoint_step=self._checkpoint_step(request.policy, request.checkpoint_step),
+            gauges=bounds.gauges(request.gauges),
+            kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
-            peers=tuple(peer_from_proto(peer) for peer in request.peers),
+            peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
         )
         return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._ring.trainers.lease_s))
+
+    def _checkpoint_step(self, policy: str, step: int) -> int:
+        """The newest checkpoint, at most the newest version: what is recorded up to a checkpoint may be collected.
+
+        A checkpoint is ahead of the ledger when the record of its version is lost.
+        """
+        newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
+        return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(newest, 0))
+
+    def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
+        """Of the kept checkpoints those that can be; none of them keeps every record."""
+        newest = self._ring.ledgers[self._ring.trainers.known(policy)].newest_number
+        fitting = tuple(step for step in steps if 0 <= step <= newest)
+        return fitting if len(fitting) <= bounds.MOST_VALUES else ()
 
     # A coroutine that writes, not a generator: each message then passes one frame instead of three.
     async def PullBatch(  # type: ignore[override]
@@ -128,12 +143,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._ring.run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._ring.run_id!r}")
         newest = await self._side.publish(
-            serde.weight_version_from_proto(request.version),
+            bounds.check_version(serde.weight_version_from_proto(request.version)),
             request.incarnation,
-            metrics=dict(request.metrics),
-            compute=[serde.interval_from_proto(interval) for interval in request.compute_intervals],
-            checkpoint_step=request.checkpoint_step,
-            kept_checkpoint_steps=request.kept_checkpoint_steps,
+            metrics=bounds.metrics(request.metrics),
+            compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),
+            checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
+            kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )
         return training_pb2.PublishVersionResponse(newest_version=newest)
 

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 from services.common.fates import GroupFate, SetAsideReason
 from services.orchestrator.journal import records
+from services.orchestrator.journal.damage import DamageReason
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import GroupRecord
+from services.orchestrator.journal.segments import COLLECTED
 from services.orchestrator.quarantine import Quarantine
 
 T = TypeVar("T")
@@ -63,6 +65,8 @@ class Survey:
     evaluated: set[str] = field(default_factory=set)  # finished passes whose result can be read
     version_rows: dict[tuple[str, int], int] = field(default_factory=dict)  # (policy, version) -> number of its record
     newest_batch: dict[str, int] = field(default_factory=dict)  # by policy, also where the record is damaged
+    lost_rows: list[Row] = field(default_factory=list)  # of records whose header is damaged, as far as they are known
+    unknown: dict[str, bool] = field(default_factory=dict)  # kinds with damage that tells no record: is it news?
     first_live: float = math.inf  # number of the first record of a live task group
 
     def is_settled(self, row: Row) -> bool:
@@ -75,6 +79,7 @@ class Survey:
 def survey(reader: JournalReader, aside: Quarantine, *, observes: bool) -> Survey:
     """``observes``: whether the run's curation wants observations."""
     found = Survey(num_rows=reader.last_number())
+    _look_at_damage(reader, aside, found)
     for row in reader.rows_of(records.EVALUATION):
         if decode(reader, row, aside, records.evaluation_from_json) is not None:
             found.evaluated.add(row.key)
@@ -104,6 +109,7 @@ def rows_that_matter(reader: JournalReader, found: Survey, *, observes: bool) ->
     live += of_groups(reader, records.ASSIGNMENT, found.groups)
     names = [*found.groups, *found.lost_groups]
     live += [row for kind in (records.TRAJECTORY, records.FAILURE) for row in slots_of(reader, kind, names)]
+    live += found.lost_rows
     live.sort(key=lambda row: row.number)
     kinds = [records.VERSION, records.BATCH, records.EVALUATION_START, records.EVALUATION]
     streams = [reader.rows_of(kind) for kind in (*kinds, *([records.OBSERVATION] if observes else []))]
@@ -143,7 +149,7 @@ def slots_of(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row
     """Rows of the slots of these task groups, whose keys are ``<task group>/<index>``."""
     rows: list[Row] = []
     for name in names:
-        rows += _of_slots(reader, kind, f"{name}/")
+        rows += reader.rows_below(kind, f"{name}/")
     return rows
 
 
@@ -152,14 +158,6 @@ def _of_part(reader: JournalReader, kind: str, names: list[str]) -> Iterator[Row
     marks = ",".join("?" * len(names))
     return reader.select(
         f"r.kind = ? AND r.key IN ({marks})", (kind, *names), lambda row: row.kind == kind and row.key in wanted
-    )
-
-
-def _of_slots(reader: JournalReader, kind: str, begin: str) -> Iterator[Row]:
-    return reader.select(
-        "r.kind = ? AND r.key >= ? AND r.key < ?",
-        (kind, begin, begin[:-1] + "0"),  # "/" comes right before "0"
-        lambda row: row.kind == kind and row.key.startswith(begin),
     )
 
 
@@ -175,9 +173,26 @@ def _look_at_group(reader: JournalReader, row: Row, aside: Quarantine, found: Su
     found.group_rows[row.key] = row
 
 
+def _look_at_damage(reader: JournalReader, aside: Quarantine, found: Survey) -> None:
+    """Spans of the segments that tell no row of the index."""
+    for span in reader.damage():
+        # A torn end was never acknowledged: a process died while writing it.
+        harmless = span.reason in (DamageReason.REPEATED, DamageReason.TORN)
+        if harmless or span.kind in (records.SET_ASIDE, COLLECTED):
+            continue
+        row = aside.add_span(span)
+        if row.number and row.key:
+            found.lost_rows.append(row)
+        else:
+            found.unknown[span.kind] = found.unknown.get(span.kind, False) or aside.is_new(row)
+    lost = [row.key for row in found.lost_rows if row.kind == records.GROUP]
+    found.lost_groups.update(set(lost) - {row.key for row in of_groups(reader, records.CLOSED, lost)})
+
+
 def _look_at_names(reader: JournalReader, aside: Quarantine, found: Survey) -> None:
     """Where names and curriculum go on: behind the last task group that any record speaks of."""
     for kind in _NAMING_GROUPS:
+        found.last_name += [row.key for row in found.lost_rows if row.kind == kind]
         found.last_name += [row.key for row in islice(reader.last_rows(kind), 1)]
     for kind in (records.TRAJECTORY, records.FAILURE):
         found.last_name += [row.key.rpartition("/")[0] for row in islice(reader.last_rows(kind), 1)]
@@ -190,6 +205,11 @@ def _look_at_names(reader: JournalReader, aside: Quarantine, found: Survey) -> N
             found.position = group.position + num_lost
             return
     found.position = num_lost - 1
+
+
+def spare_names(reader: JournalReader) -> int:
+    """How many names of task groups may have been given that no record tells: those of damaged records of task groups."""
+    return sum(max(1, span.num_records) for span in reader.damage() if span.kind == records.GROUP and not span.key)
 
 
 def _parts(names: Iterable[str]) -> Iterator[list[str]]:

@@ -37,7 +37,10 @@ class TrainerSide:
         """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 where it does
         not say."""
         ring = self._ring
-        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered_version, labels, kept_checkpoint_steps)
+        newest = ring.ledgers[ring.trainers.known(policy)].newest_number
+        # What is recorded up to a checkpoint may be collected: one ahead of the ledger is of another history.
+        recovered = min(recovered_version, newest)
+        trainer = ring.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
         ring.bounds.learn_vocabulary(policy, vocab_size)
         ring.standing.lost.pop(f"trainer/{policy}", None)

@@ -10,7 +10,7 @@ import structlog
 
 from services.orchestrator import forecast
 from services.orchestrator.forecast import DiskForecast
-from services.orchestrator.journal.retention import collect
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.progress import waits
 from services.orchestrator.ring import Ring
 from services.orchestrator.stall_watch import StallWatch
@@ -60,7 +60,7 @@ class Watch:
             ring.trainer_lost(trainer.policy)
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(ring.journal.free_bytes))
-            self._pause_when_all_fails()
+            self._pause_for_failures()
             self._give_up_overdue()
             self._abandon_evaluations()
         if self._is_due("forecast", forecast.SAMPLE_S):
@@ -105,8 +105,9 @@ class Watch:
             reason = f"free disk is below orchestrator.min_free_bytes ({least})"
         ring.dispatcher.hold("disk", reason)
 
-    def _pause_when_all_fails(self) -> None:
-        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first.
+    def _pause_for_failures(self) -> None:
+        """A broken reward or a gateway that is gone would burn through the dataset; somebody must mend it first. So would
+        machinery that fails where a policy wants it to.
 
         Where it was a peer that replicas could not reach, as a gateway whose machine is started again, nobody has to say
         that it is mended: the run goes on when they hear of it.
@@ -119,19 +120,19 @@ class Watch:
                 ring.resume()
             if not ring.control.paused:  # somebody resumed
                 ingest.failures_in_a_row = 0
+                ring.masked.forget()
                 self._paused_for_failures = False
                 ring.dispatcher.hold("failures", "")
             return
         limit = max(LEAST_FAILURES, FAILED_GROUPS * ring.recipe.rollout.group_size)
-        if ingest.failures_in_a_row < limit or ring.control.paused or ring.control.ended:
+        all_fail = ingest.failures_in_a_row >= limit
+        why = f"the last {ingest.failures_in_a_row} rollouts all failed" if all_fail else ring.masked.too_many()
+        if not why or ring.control.paused or ring.control.ended:
             return
         self._paused_for_failures = True
         self._paused_without = self._peers(silent=True)
         ring.counters["pauses_for_failures"] += 1
-        reason = (
-            f"the last {ingest.failures_in_a_row} rollouts all failed, the newest with {ingest.last_failure}; "
-            "mend it, then `millrace resume`"
-        )
+        reason = f"{why}, the newest with {ingest.last_failure}; mend it, then `millrace resume`"
         if self._paused_without:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._paused_without))} again)"
         log.error("run.paused", reason=reason)
@@ -204,7 +205,8 @@ class Watch:
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
-        removed = await asyncio.to_thread(collect, ring.journal, steps, live)
-        self._collected_step = steps
-        if removed:
-            log.info("journal.collected", segments=removed)
+        found = await asyncio.to_thread(collect, ring.journal, steps, live)
+        if len(found.rewritten) < MOST_REWRITTEN:  # else there may be more
+            self._collected_step = steps
+        if found.removed or found.rewritten:
+            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)

@@ -87,6 +87,7 @@ def _train(
 ) -> None:
     import torch
 
+    from services.trainer.export import model_files
     from services.trainer.link import GrpcLink, rank_account
     from services.trainer.loop import TrainingLoop
     from services.trainer.peers import PeerLostError
@@ -110,10 +111,9 @@ def _train(
         thread.loop.call_soon_threadsafe(client.report_as_rank, ranks.rank)
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
     step.on_progress = account.beat
-    checkpoints = open_checkpoints(recipe, policy, run_dir, ranks)
-    checkpoint_step = checkpoints.newest() or 0
-    if checkpoint_step:
-        checkpoints.load(checkpoint_step, step.model, step.optimizer)
+    files = model_files(step.model.causal_lm, tokenizer, config.weights.publish_dtype) if ranks.is_first else {}
+    checkpoints = open_checkpoints(recipe, policy, run_dir, ranks, files)
+    checkpoint_step = checkpoints.restore(step.model, step.optimizer)
     client.vocab_size = step.vocab_size
     newest_version = (
         thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
@@ -150,7 +150,7 @@ def _train(
         raise PeerLostError("the ranks of another node were told to leave; a checkpoint is written")
     if config.trainer.export_final and not told_to_leave:
         client.report.state = "exporting"
-        _export(step, tokenizer, run_dir / "export" / policy, ranks, config)
+        _export(step, tokenizer, run_dir / "export" / policy, ranks, config, checkpoints.path(done))
     loop.wait_for_stop(done)
 
 
@@ -171,14 +171,16 @@ def _leave_ranks() -> None:
     leave_ranks()
 
 
-def _export(step: TrainStep, tokenizer: Any, directory: Path, ranks: Ranks, config: PolicyConfig) -> None:
+def _export(
+    step: TrainStep, tokenizer: Any, directory: Path, ranks: Ranks, config: PolicyConfig, checkpoint: Path
+) -> None:
     import torch
 
-    from services.trainer.export import ExportFailedError, export
+    from services.trainer.export import ExportFailedError, export_last
 
     dtype: torch.dtype = getattr(torch, config.weights.publish_dtype)
     try:
-        export(step.model, tokenizer, directory, ranks, dtype)
+        export_last(step.model, tokenizer, directory, ranks, dtype, checkpoint)
     except ExportFailedError as error:  # the run need not fail for it
         log.error("export.failed", path=str(directory), error=error.message)
 

@@ -5,7 +5,7 @@
 Invariant: nothing is computed before every rank holds its share of the same batch, and the words of the orchestrator
 are heeded between training steps only, by all ranks alike. Waiting ranks wait in a bounded collective for the first.
 
-Recovery: from the newest checkpoint, the recorded batches up to the ledger's newest version are trained again without
+Recovery: from the newest checkpoint that is whole, the recorded batches up to the ledger's newest version are trained again without
 publishing; then that version is offered once more (bit-equal arithmetic gives the same digest, and its new address is
 taken) and the run goes on. A recorded batch that is damaged in the journal is passed over: the weights then differ from
 the ledger's newest version, as after arithmetic that is not bit-equal. The loop knows nothing about gRPC: it is given a ``Link``.
@@ -21,7 +21,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
+from services.common.errors import BatchLostError, MillraceError, ModelMismatchError, VersionConflictError
 from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
 from services.trainer.sharding import Ranks
@@ -36,6 +36,10 @@ _REPLAYING = "replaying"
 
 class _Lost:
     """In place of a recorded batch that the journal cannot give any more."""
+
+
+class CannotReplayError(MillraceError):
+    """Newer checkpoints are damaged, and the recorded batches since the newest whole one are not all there."""
 
 
 class Link(Protocol):
@@ -114,6 +118,7 @@ class TrainingLoop:
 
         Raises:
             ModelMismatchError: the checkpoint is ahead of the ledger, so it is of another history.
+            CannotReplayError: newer checkpoints were damaged, and the journal lacks a batch that they had trained.
         """
         # One ahead: told to leave between the updates of a step and its publication.
         if checkpoint_step > newest_version + 1:
@@ -123,11 +128,14 @@ class TrainingLoop:
             )
         self._saved = checkpoint_step
         self._link.set_checkpoint_steps(self._checkpoints.kept())
+        self._link.set_gauge("damaged_checkpoints", len(self._checkpoints.set_aside()))
         for training_step in range(checkpoint_step + 1, newest_version + 1):
             batch = self._next_batch(training_step, _REPLAYING)
             if batch is None:
                 return training_step - 1  # stopped while replaying
             if isinstance(batch, _Lost):
+                if set_aside := self._checkpoints.set_aside(checkpoint_step):
+                    raise _cannot_replay(checkpoint_step, training_step, newest_version, set_aside)
                 # The weights differ from the ledger's newest from here on: replicas keep that one until the next.
                 self.steps_not_replayed += 1
                 self._link.set_gauge("steps_not_replayed", self.steps_not_replayed)
@@ -269,3 +277,15 @@ class TrainingLoop:
         self._checkpoint_due = False
         self._saved = done
         self._link.set_checkpoint_steps(self._checkpoints.kept())
+
+
+def _cannot_replay(begun: int, training_step: int, newest_version: int, set_aside: Sequence[str]) -> CannotReplayError:
+    begin = f"the checkpoint of step {begun}" if begun else "the initial model"
+    return CannotReplayError(
+        f"the run is at step {newest_version}; its newer checkpoints are damaged and were set aside "
+        f"({'; '.join(set_aside)}), and going on from {begin} needs the batch of step {training_step}, which the journal "
+        "does not have any more. Put an undamaged copy of one back under its name and resume. Or begin another run from "
+        "what is whole: `millrace checkpoints RUN` says of each whether its weights are, `millrace export RUN --step K` "
+        f"exports them. Or remove the directories that were set aside and resume: the run then goes on from {begin} without "
+        "the steps whose batches are gone"
+    )

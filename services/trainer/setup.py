@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from services.common.checkpoints.directory import checkpoints_directory
 from services.common.config.recipe import Recipe
 from services.common.devices import chosen_device
 from services.common.models import check_model_matches, check_same_vocabulary, load_tokenizer
@@ -96,12 +99,19 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     return step, tokenizer
 
 
-def open_checkpoints(recipe: Recipe, policy: str, run_dir: Path, ranks: Ranks) -> Checkpoints:
-    """The checkpoints of a policy in a run directory."""
+def open_checkpoints(
+    recipe: Recipe,
+    policy: str,
+    run_dir: Path,
+    ranks: Ranks,
+    model_files: Mapping[str, bytes] = MappingProxyType({}),
+) -> Checkpoints:
+    """The checkpoints of a policy in a run directory. ``model_files`` go into those that are written."""
     assert recipe.run.id is not None
     return Checkpoints(
-        run_dir / "checkpoints" / policy,
+        checkpoints_directory(run_dir, policy),
         CheckpointIdentity(run_id=recipe.run.id, policy=policy),
         recipe.policies[policy].trainer.keep_checkpoints,
         ranks,
+        model_files,
     )

@@ -35,7 +35,7 @@ class SandboxConfig(Section):
     num_processes: int = Field(default=16, ge=1)
     """Most processes and threads of one program."""
     judging_time_s: float = Field(default=300.0, gt=0, le=500)
-    """Largest time of all cases of one judgement together; the case in which it ends is a `TIME_LIMIT`, and none follows."""
+    """Largest time of all cases of one judgement together; those that are left then are not run, and are a `TIME_LIMIT`."""
     output_bytes: int = Field(default=65536, ge=1)
     """Bytes kept of each of stdout and stderr."""
     file_bytes: int = Field(default=16 * 1024 * 1024, ge=0)

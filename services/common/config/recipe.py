@@ -29,7 +29,7 @@ from services.common.loopback import is_loopback
 
 class RunConfig(Section):
     id: str | None = None
-    """Name of the run and of its directory; left out, recipe name and time."""
+    """Name of the run and of its directory, in one part: no `/`; left out, recipe name and time."""
     dir: str = "runs"
     """Directory that holds run directories."""
     seed: int = Field(default=1, ge=0)
@@ -46,6 +46,18 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] = "never"
     """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
     and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
+
+    @field_validator("id")
+    @classmethod
+    def _one_part(cls, value: str | None) -> str | None:
+        return value if value is None else one_part(value)
+
+
+def one_part(name: str) -> str:
+    """``name``, which can be that of a directory within another one. Raises ``ValueError`` for one that leads elsewhere."""
+    if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise ValueError(f"{name!r} cannot be the name of a directory: leave out `/`, `\\` and control characters")
+    return name
 
 
 class Recipe(Section):
@@ -84,10 +96,16 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     """Metrics for Prometheus."""
 
+    @field_validator("name")
+    @classmethod
+    def _can_name_a_run(cls, value: str) -> str:
+        return one_part(value) if value else value  # a time follows
+
     @field_validator("policies", "inference")
     @classmethod
     def _plain_names(cls, value: dict[str, Section]) -> dict[str, Section]:
         for name in value:
+            # No dot and no slash either: they are parts of file names.
             if not name.replace("_", "").replace("-", "").isalnum():
                 raise ValueError(f"{name!r} is no plain name: use letters, digits, '-' and '_'")
         return value

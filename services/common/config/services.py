@@ -41,6 +41,11 @@ class RolloutConfig(Section):
     """With `on_truncation: penalise`. Left out: 0, or the lowest reward that it is compared with where that is lower."""
     infra_retries: int = Field(default=2, ge=0)
     """Times that a rollout is played again after an infrastructure failure, before it is a failure."""
+    max_masked_share: float = Field(default=0.25, gt=0, le=1)
+    """Largest share of a policy's newest training rollouts that may have no reward because machinery failed (a grader, a
+    peer, a full gateway). Above it the run is paused with the reason: what a policy can provoke is another try. 1 is off."""
+    masked_window: int = Field(default=512, ge=8)
+    """Rollouts over which `max_masked_share` is taken; nothing is said before half of them have ended."""
     timing: bool = True
     """Keep with each record what its rollout did and when, for `millrace trace`."""
 

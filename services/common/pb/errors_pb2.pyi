@@ -83,6 +83,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The policy took longer for a rollout than the recipe allows, and nothing else was in its way."""
     ERROR_REASON_BATCH_LOST: _ErrorReason.ValueType  # 28
     """A recorded batch is damaged in the journal: a replay goes on without its step."""
+    ERROR_REASON_GRADER_FAILED: _ErrorReason.ValueType  # 29
+    """A reward or judgement says nothing about the answer. Retryable; never a reward."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why an RPC failed. The Python side is services/common/errors.py, one class each."""
@@ -145,4 +147,6 @@ ERROR_REASON_ROLLOUT_TIMEOUT: ErrorReason.ValueType  # 27
 """The policy took longer for a rollout than the recipe allows, and nothing else was in its way."""
 ERROR_REASON_BATCH_LOST: ErrorReason.ValueType  # 28
 """A recorded batch is damaged in the journal: a replay goes on without its step."""
+ERROR_REASON_GRADER_FAILED: ErrorReason.ValueType  # 29
+"""A reward or judgement says nothing about the answer. Retryable; never a reward."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason

@@ -54,6 +54,7 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.DeadlineError: Code.DEADLINE_EXCEEDED,
     errors.RolloutTimeoutError: Code.DEADLINE_EXCEEDED,
     errors.InfrastructureError: Code.UNAVAILABLE,
+    errors.GraderFailedError: Code.UNAVAILABLE,
 }
 CLASS_OF_REASON: dict[str, type[MillraceError]] = {cls.reason: cls for cls in STATUS_OF}
 # A status without our details: what the transport itself says. A server of ours tells even its bugs with details, so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import InfrastructureError
+from services.common.errors import GraderFailedError
 from services.envgateway.envs.base import EnvironmentContext, Observation, StepResult
 from services.envgateway.envs.settings import SingleStepSettings, question_of, settings_of
 from services.envgateway.rewards.registry import Rewards
@@ -36,6 +36,6 @@ async def graded_end(
     """The last step of an episode. A grader that failed is the machine's fault: no reward, the turn may be repeated."""
     result = await rewards.compute(name, task, answer)
     if result.outcome is RewardOutcome.GRADER_FAILED:
-        raise InfrastructureError(f"the grader of reward {name!r} failed: {result.detail}")
+        raise GraderFailedError(f"the grader of reward {name!r} failed: {result.detail}")
     unparsed = float(result.outcome is RewardOutcome.UNPARSED)
     return StepResult(reward=result.reward, done=True, metrics={"reward_unparsed": unparsed, **metrics})

@@ -115,15 +115,14 @@ class _Judgement:
                 return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
 
     async def _all(self, cases: list[Callable[[int], Awaitable[CaseResult]]]) -> JudgeResult:
-        """Each case on its own, until all have taken too long; what does not even compile is not tried again."""
+        """Each case on its own, until they have taken too long together; what does not even compile is not tried again."""
         results: list[CaseResult] = []
         longest_s = self._slot.config.judging_time_s
         for index, judge_case in enumerate(cases):
             if self._spent_s >= longest_s:
-                detail = f"{index} cases together took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
+                detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
                 results.append(CaseResult(index=index, verdict=Verdict.TIME_LIMIT, detail=detail))
-                break
-            if results and results[-1].verdict is Verdict.COMPILE_ERROR:
+            elif results and results[-1].verdict is Verdict.COMPILE_ERROR:
                 results.append(_again(results[-1], index))
             else:
                 results.append(await judge_case(index))

@@ -205,8 +205,8 @@ class CaseResult:
 class JudgeResult:
     """``verdict`` is OK when every case is, else that of the first case that is not.
 
-    With ``stop_early`` the cases after the first failure are missing, and those after the one in which
-    ``sandbox.judging_time_s`` was over; otherwise every case is there.
+    With ``stop_early`` the cases after the first failure are missing; otherwise every case is there. Those after the one in
+    which ``sandbox.judging_time_s`` was over are TIME_LIMIT, and were not run.
     """
 
     verdict: Verdict

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.envgateway.rewards.exactness import is_merely_near
 from services.envgateway.rewards.math_progress import ANSWER, IDLE, Progress
 from services.envgateway.sandbox.bare import procfs, seccomp, wire
 
@@ -70,26 +69,23 @@ def _exhausted(stage: int, error: BaseException) -> Verdict:
 
 def _load_grader() -> Grade:
     logging.disable(logging.WARNING)  # Math-Verify warns on every call that its timeouts are off
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from services.envgateway.rewards.math_compare import MathComparison
 
-    settings = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]  # boxed answers first
-
-    def is_right(gold: Any, answer: Any) -> bool:
-        return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+    compared = MathComparison()
 
     def grade(truth: str, completion: str, progress: Progress) -> Verdict:
-        gold = parse(truth, settings, parsing_timeout=None) if "$" in truth or "\\boxed" in truth else []
-        gold = gold or parse(f"${truth}$", settings, parsing_timeout=None)
+        gold = _of_the_row(lambda: compared.gold(truth))
+        if isinstance(gold, str):
+            return "grader_failed", f"the reference answer cannot be parsed: {gold}"
         if not gold:
             return "grader_failed", "the reference answer cannot be parsed"
         progress.reach(ANSWER)
-        answer = parse(completion, settings, parsing_timeout=None)
-        if not answer:
-            return "unparsed", "no answer found"
         try:
-            if not is_right(gold, answer):
-                return "wrong", ""
-            return ("wrong", "near, and not equal") if is_merely_near(gold, answer) else ("correct", "")
+            answer = compared.answer(completion)
+            if not answer:
+                return "unparsed", "no answer found"
+            wrong = compared.wrong(truth, gold, completion, answer)
+            return ("correct", "") if wrong is None else ("wrong", wrong)
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # noqa: BLE001 - sympy may raise anything on a stranger's formula
@@ -98,13 +94,21 @@ def _load_grader() -> Grade:
     def _not_compared(gold: Any, error: Exception) -> Verdict:
         """Whose fault it is: a reference answer that equals itself is fine, so the policy's is not."""
         told = f"{type(error).__name__}: {error}"
-        try:
-            fine = is_right(gold, gold)
-        except Exception:  # noqa: BLE001 - as above
-            fine = False
-        return ("wrong", told) if fine else ("grader_failed", f"the reference answer cannot be compared: {told}")
+        if _of_the_row(lambda: compared.is_equal(gold, gold)) is True:
+            return "wrong", told
+        return "grader_failed", f"the reference answer cannot be compared: {told}"
 
     return grade
+
+
+def _of_the_row(function: Callable[[], Any]) -> Any:
+    """Its value, or as text what it raised: nothing of a policy is in it."""
+    try:
+        return function()
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"{type(error).__name__}: {error}"
 
 
 def _die_with(owner: int) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import structlog
 
 from services.orchestrator.journal.damage import Damage, DamageReason
-from services.orchestrator.journal.frames import header_bytes
 from services.orchestrator.journal.index import Index, Indexed, Row
-from services.orchestrator.journal.scan import header_at, scan
-from services.orchestrator.journal.segments import Place, sizes_in
+from services.orchestrator.journal.scan import header_before, scan
+from services.orchestrator.journal.segments import Place, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -76,6 +75,11 @@ def synchronise(directory: Path, index: Index, ends: Mapping[Place, int] | None 
     return told
 
 
+def synchronise_one(directory: Path, index: Index, place: Place) -> list[Damage]:
+    """Add a closed segment that the index does not know; returns its damage. Raises as ``synchronise``."""
+    return _scan_into(directory, index, place, segment_path(directory, *place).stat().st_size)
+
+
 def log_damage(damage: list[Damage], directory: Path) -> None:
     """Name each span, and their sum."""
     for span in damage[:_LOGGED]:
@@ -103,7 +107,7 @@ def _scan_into(directory: Path, index: Index, place: Place, size: int) -> list[D
 def _is_same(directory: Path, place: Place, before: Indexed) -> bool:
     if not before.num_records:
         return True
-    header = header_at(directory, *place, before.last_offset - header_bytes(before.last_key))
+    header = header_before(directory, *place, before.last_offset, before.last_key)
     return header is not None and (header.number, header.key, header.checksum) == (
         before.last_number, before.last_key, before.last_checksum
     )  # fmt: skip

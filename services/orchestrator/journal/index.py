@@ -19,6 +19,9 @@ from services.orchestrator.journal.segments import COLLECTED, Place
 INDEX_FILE = "index.sqlite"  # in the journal's directory
 IN_MEMORY = Path("")  # SQLite's temporary database: on disk where it does not fit into its cache
 
+# What reading an index with changed bytes may raise: values may be of any type, or none.
+UNUSABLE = (sqlite3.Error, TypeError, ValueError, OverflowError)
+
 _VERSION = 2  # of the schema, in user_version; another one is made anew
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
@@ -167,8 +170,7 @@ class Index:
             ),
         )  # fmt: skip
         self._note_damage(told)
-        if last is not None:
-            self._raise_highest(max(row.number for row in rows))
+        self._raise_highest(max((*(row.number for row in rows), *(span.number for span in told)), default=0))
         return told
 
     def _note_damage(self, damage: Iterable[Damage]) -> None:
@@ -218,6 +220,10 @@ class Index:
             )  # fmt: skip
             self._add((kind, segment), left, end, [lost])
         return lost
+
+    def flush(self) -> None:
+        """What was added and removed survives a power cut from now on."""
+        self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
 
-from services.orchestrator.journal.catching_up import log_damage, synchronise
+from services.orchestrator.journal.catching_up import log_damage, synchronise, synchronise_one
 from services.orchestrator.journal.damage import Damage
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, Index, Row, remove_index
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
 from services.orchestrator.journal.segments import Place
 
 log = structlog.get_logger()
@@ -23,6 +23,12 @@ log = structlog.get_logger()
 OPEN_S = 2.0  # for a lock of another process, at start
 LOCK_S = 0.2  # the same, while records wait
 RETRY_S = 1.0  # between attempts to catch up
+
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+
+
+class _NoRoom(sqlite3.OperationalError):
+    """The -wal file is too long."""
 
 
 class IndexKeeper:
@@ -43,42 +49,62 @@ class IndexKeeper:
 
     def add(self, rows: Sequence[Row], ends: Mapping[Place, int]) -> None:
         """Note what was written; ``ends`` are those of all segments that are being written."""
-        now = time.monotonic()
-        if self.behind and now - self._tried_at < RETRY_S:
+        due = time.monotonic() - self._tried_at >= RETRY_S
+        if self.behind and not due:
             return
         try:
-            if not self.behind and now - self._tried_at >= RETRY_S:
-                self._tried_at = now
-                if not self._index.has_room():
-                    raise sqlite3.OperationalError("readers keep the index's -wal file from being emptied")
-                if _inode(self._path) != self._inode:
-                    raise sqlite3.DatabaseError("the index was removed or replaced")
+            if due:
+                self._tried_at = time.monotonic()
+                self._check_file()
             if self.behind:
-                self._tried_at = now
                 log_damage(synchronise(self._directory, self._index, ends), self._directory)
                 log.info("journal.index_caught_up", directory=str(self._directory))
                 self.behind = ""
             else:
                 written = {(row.kind, row.segment) for row in rows}
                 self._index.add_all(rows, {place: ends[place] for place in written})
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._fall_behind(error)
+
+    def _check_file(self) -> None:
+        if _inode(self._path) != self._inode:
+            raise sqlite3.DatabaseError("the index was removed or replaced")
+        if not self._index.has_room():
+            raise _NoRoom("readers keep the index's -wal file from being emptied")
 
     def forget(self, kind: str, segment: int, runs: Sequence[tuple[int, int]]) -> None:
         """A segment with these runs of numbers is deleted, and a record says so."""
         try:
             self._index.forget(kind, segment, runs=runs)
+        except UNUSABLE as error:
+            self._fall_behind(error)
+
+    def replace(self, kind: str, segment: int, rename: Callable[[], None]) -> bool:
+        """Have ``rename`` put another file in the place of a closed segment. False, and nothing has changed, while the index
+        is behind: it must not know places in a file that is gone."""
+        if self.behind:
+            return False
+        try:
+            self._index.forget(kind, segment)
+            self._index.flush()
         except sqlite3.Error as error:
             self._fall_behind(error)
+            return False
+        rename()
+        try:
+            log_damage(synchronise_one(self._directory, self._index, (kind, segment)), self._directory)
+        except sqlite3.Error as error:
+            self._fall_behind(error)
+        return True
 
     def close(self) -> None:
         self._index.close()
 
-    def _fall_behind(self, error: sqlite3.Error) -> None:
+    def _fall_behind(self, error: Exception) -> None:
         if not self.behind:
             log.warning("journal.index_behind", reason=str(error), effect="records are written; it catches up later")
         self.behind = str(error)
-        if not isinstance(error, sqlite3.OperationalError):
+        if not _may_pass(error):
             self._index.close()
             self._index = self._open_new(error)
             self._inode = _inode(self._path)
@@ -87,7 +113,7 @@ class IndexKeeper:
     def _open(self) -> Index:
         try:
             return self._trusted()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             index = self._open_new(error)
             self.found = synchronise(self._directory, index)
             return index
@@ -104,7 +130,7 @@ class IndexKeeper:
             raise
         return index
 
-    def _open_new(self, reason: sqlite3.Error) -> Index:
+    def _open_new(self, reason: Exception) -> Index:
         log.warning("journal.index_made_anew", directory=str(self._directory), reason=str(reason))
         try:
             remove_index(self._path)
@@ -112,6 +138,11 @@ class IndexKeeper:
         except (sqlite3.Error, OSError) as error:  # readers scan the segments themselves
             log.error("journal.index_not_writable", directory=str(self._directory), reason=str(error))
             return Index(IN_MEMORY, timeout_s=LOCK_S)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it is enough to try again: a lock, or a full disk. Else the file is not usable any more."""
+    return isinstance(error, _NoRoom) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
 
 
 def _inode(path: Path) -> int:

@@ -22,7 +22,7 @@ from services.common.errors import CorruptDataError
 from services.orchestrator.journal.catching_up import compare, synchronise
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.frames import Unpacker, checksum_of
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, Index, Indexed, Row
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
 from services.orchestrator.journal.scan import scan
 from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
 
@@ -49,7 +49,7 @@ class JournalReader:
         self._private = False
         try:
             self._use_shared()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._use_private(error)
 
     # --- finding -----------------------------------------------------------------------------------------------------
@@ -97,6 +97,21 @@ class JournalReader:
             first.setdefault(row.key, row)
         return list(first.values())
 
+    def find_all_rows(self, kind: str, keys: Iterable[str]) -> Iterator[Row]:
+        """Every record of these keys, in order."""
+        return self._find(kind, keys)
+
+    def rows_below(self, kind: str, prefix: str) -> Iterator[Row]:
+        """Every record of a kind whose key begins so, in order; ``prefix`` ends in "/"."""
+        condition = "r.kind = ? AND r.key >= ? AND r.key < ?"  # "0" comes right after "/"
+        return self.select(
+            condition, (kind, prefix, prefix[:-1] + "0"), lambda row: row.kind == kind and row.key.startswith(prefix)
+        )
+
+    def segment_sizes(self, kind: str) -> dict[int, int]:
+        """Bytes of every segment file of a kind."""
+        return {segment: size for (found, segment), size in sizes_in(self._directory).items() if found == kind}
+
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The newest intact record of each key; keys without one are absent."""
         found: dict[str, dict[str, Any]] = {}
@@ -123,7 +138,7 @@ class JournalReader:
                         last = row.number
                         yield row
                 return
-            except sqlite3.Error as error:
+            except UNUSABLE as error:
                 if index is self._index:
                     self._use_private(error)
 
@@ -136,15 +151,12 @@ class JournalReader:
 
     def load_line(self, row: Row) -> bytes | None:
         """The same as the line of JSON that was written."""
-        try:
-            payload = os.pread(self._open(row), row.length, row.offset)
-            if len(payload) == row.length and checksum_of(payload) == row.checksum:
-                return self._unpacker.unpack(payload)
-            reason = DamageReason.CHECKSUM
-        except FileNotFoundError:
-            reason = DamageReason.LOST
-        except CorruptDataError:
-            reason = DamageReason.CHECKSUM
+        line, reason = self._read(row)
+        if line is None and (moved := self._moved(row)) is not None:
+            row = moved
+            line, reason = self._read(row)
+        if line is not None:
+            return line
         damage = Damage(
             kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
             number=row.number, key=row.key,
@@ -153,6 +165,26 @@ class JournalReader:
             self._unreadable[row.number] = damage
             log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
         return None
+
+    def _moved(self, row: Row) -> Row | None:
+        """Where a record lies now, whose segment may have been rewritten since its row was found; None where it is gone."""
+        opened = self._open_files.pop(row.kind, None)
+        if opened is not None:
+            os.close(opened[1])
+        return next(self.select("r.number = ?", (row.number,), lambda found: found.number == row.number), None)
+
+    def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
+        """A line, or why it is none."""
+        try:
+            payload = os.pread(self._open(row), row.length, row.offset)
+            if len(payload) == row.length and checksum_of(payload) == row.checksum:
+                return self._unpacker.unpack(payload), DamageReason.CHECKSUM
+        except OSError as error:  # no file, or a disk that cannot read it
+            log.warning("journal.not_read", kind=row.kind, segment=row.segment, offset=row.offset, error=str(error))
+            return None, DamageReason.LOST
+        except CorruptDataError:
+            pass
+        return None, DamageReason.CHECKSUM
 
     def _open(self, row: Row) -> int:
         segment, fd = self._open_files.get(row.kind, (0, -1))
@@ -205,7 +237,7 @@ class JournalReader:
         if contradicts:
             raise sqlite3.DatabaseError("the segments do not have what the index says")
 
-    def _use_private(self, reason: sqlite3.Error) -> None:
+    def _use_private(self, reason: Exception) -> None:
         if self._private:
             raise reason
         log.warning("journal.read_without_index", directory=str(self._directory), reason=str(reason))
@@ -214,7 +246,7 @@ class JournalReader:
             if self._indexes:
                 private.copy_from(self._index)
             usable = private.is_consistent()
-        except sqlite3.Error:
+        except UNUSABLE:
             usable = False
         if not usable:
             private.close()
@@ -231,7 +263,7 @@ class JournalReader:
             return
         try:
             self._scan_tails()
-        except sqlite3.Error as error:
+        except UNUSABLE as error:
             self._use_private(error)
 
     def _scan_tails(self) -> None:

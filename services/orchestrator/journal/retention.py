@@ -1,49 +1,149 @@
-"""Which trajectory segments may be deleted: closed ones that no replay and nothing live can need.
+"""Which records may go: trajectories that no replay and nothing live can need, and states that newer ones supersede.
 
-Batches since the oldest kept checkpoint of their policy are never collected, nor what they refer to. A segment goes as
-a whole or stays. Batches, versions, task groups and evaluations stay for ever; they are small.
+Batches since the oldest kept checkpoint of their policy are never collected, nor the trajectories that they name. A closed
+segment in which nothing is needed is deleted; one in which little is needed is rewritten (``compaction``), a few at a time.
+Task groups, verdicts, batches, versions, evaluations and failures stay for ever: they are small, and metrics, fates and
+traces are made from them (docs/journal.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+import structlog
+
+from services.common.errors import CorruptDataError
 from services.orchestrator.groups import split_sequence_id
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
 
+log = structlog.get_logger()
 
-def collect(journal: Journal, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]) -> list[int]:
-    """Delete what may go; returns the segments. Blocking: call it in a thread.
+MOST_REWRITTEN = 2  # segments of one round
+LITTLE = 0.5  # share of a segment's bytes: with less than this needed it is rewritten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What may go of the closed segments of one kind."""
+
+    kind: str
+    remove: tuple[int, ...]  # segments of which nothing is needed
+    rewrite: Mapping[int, frozenset[int]]  # segment -> numbers of the records that are needed
+    num_bytes: int  # that both free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    removed: list[tuple[str, int]] = field(default_factory=list)  # (kind, segment)
+    rewritten: list[tuple[str, int]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def collect(
+    journal: Journal,
+    oldest_checkpoint_steps: Mapping[str, int],
+    live_groups: Collection[str],
+    *,
+    most_rewritten: int = MOST_REWRITTEN,
+) -> Collected:
+    """Delete what may go. Blocking: call it in a thread.
 
     ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from.
 
     ``live_groups`` are task groups that are running or have sequences in a buffer; what is recorded after they were
     listed lies in a segment that is still being written.
     """
-    current = journal.current_segments().get(records.TRAJECTORY)
+    current = journal.current_segments()
     reader = JournalReader(journal.directory)
     try:
-        kept: set[int] = set()
-        segments: set[int] = set()
-        needed = set(live_groups)
-        places: list[tuple[str, int]] = []
-        for row in reader.rows():
-            if row.kind == records.BATCH:
-                policy, _, step = row.key.rpartition("/")
-                if int(step) > oldest_checkpoint_steps.get(policy, 0):
-                    record = reader.load(row)
-                    entries = [] if record is None else records.batch_from_json(record).entries
-                    needed.update(split_sequence_id(entry.sequence_id)[0] for entry in entries)
-            elif row.kind == records.TRAJECTORY:
-                segments.add(row.segment)
-                places.append((row.key.rpartition("/")[0], row.segment))
-        kept = {segment for group, segment in places if group in needed}
-        if current is None:
-            return []
-        removable = sorted(segment for segment in segments - kept if segment < current)
-        journal.remove_segments(records.TRAJECTORY, removable)
-        return removable
+        plans = plan(reader, oldest_checkpoint_steps, live_groups, current)
     finally:
         reader.close()
+    return carry_out(journal, plans, most_rewritten=most_rewritten)
+
+
+def plan(
+    reader: JournalReader,
+    oldest_checkpoint_steps: Mapping[str, int],
+    live_groups: Collection[str],
+    current: Mapping[str, int],
+) -> list[Plan]:
+    """``current``: the segment of each kind that is being written; a kind without one is left alone."""
+    damaged = {(span.kind, span.segment) for span in reader.damage()}
+    wanted = {
+        records.TRAJECTORY: needed_trajectories(reader, oldest_checkpoint_steps, live_groups),
+        records.STATE: list(_newest(reader, records.STATE)),
+    }
+    return [
+        _plan_of(kind, reader, needed, current[kind], damaged) for kind, needed in wanted.items() if kind in current
+    ]
+
+
+def carry_out(journal: Journal, plans: Iterable[Plan], *, most_rewritten: int) -> Collected:
+    """Delete and rewrite segments; one that turns out to be damaged stays."""
+    removed: list[tuple[str, int]] = []
+    rewritten: list[tuple[str, int]] = []
+    num_bytes = 0
+    for planned in plans:
+        journal.remove_segments(planned.kind, planned.remove)
+        removed += [(planned.kind, segment) for segment in planned.remove]
+        for segment, keep in list(planned.rewrite.items())[:most_rewritten]:
+            try:
+                if journal.compact_segment(planned.kind, segment, keep):
+                    rewritten.append((planned.kind, segment))
+            except CorruptDataError as error:
+                log.warning("journal.segment_stays", kind=planned.kind, segment=segment, reason=error.message)
+        num_bytes += planned.num_bytes
+    return Collected(removed=removed, rewritten=rewritten, num_bytes=num_bytes)
+
+
+def needed_trajectories(
+    reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
+) -> list[Row]:
+    """Of batches after the oldest kept checkpoint, and of live task groups."""
+    keys: dict[str, None] = {}
+    for row in reader.rows_of(records.BATCH):
+        policy, _, step = row.key.rpartition("/")
+        if int(step) > oldest_checkpoint_steps.get(policy, 0) and (record := reader.load(row)) is not None:
+            for entry in record["sequences"]:
+                group, index, _ = split_sequence_id(entry["sequence_id"])
+                keys[rollouts.trajectory_key(group, index)] = None
+    rows = {row.number: row for row in reader.find_all_rows(records.TRAJECTORY, keys)}
+    for name in live_groups:
+        rows |= {row.number: row for row in reader.rows_below(records.TRAJECTORY, f"{name}/")}
+    return list(rows.values())
+
+
+def _newest(reader: JournalReader, kind: str) -> Iterator[Row]:
+    """The newest record of a kind that can be read."""
+    for row in reader.last_rows(kind):
+        yield row
+        if reader.load(row) is not None:
+            return
+
+
+def _plan_of(
+    kind: str, reader: JournalReader, needed: Iterable[Row], current: int, damaged: Collection[tuple[str, int]]
+) -> Plan:
+    numbers: dict[int, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for row in needed:
+        numbers.setdefault(row.segment, set()).add(row.number)
+        sizes[row.segment] = sizes.get(row.segment, 0) + row.length
+    remove: list[int] = []
+    rewrite: dict[int, frozenset[int]] = {}
+    num_bytes = 0
+    for segment, size in sorted(reader.segment_sizes(kind).items()):
+        kept = sizes.get(segment, 0)
+        if segment >= current or (kind, segment) in damaged or kept > LITTLE * size:
+            continue
+        num_bytes += size - kept
+        if kept:
+            rewrite[segment] = frozenset(numbers[segment])
+        else:
+            remove.append(segment)
+    return Plan(kind=kind, remove=tuple(remove), rewrite=rewrite, num_bytes=num_bytes)

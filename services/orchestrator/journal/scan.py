@@ -5,6 +5,7 @@ After bytes that are no record it goes on at the next valid header, and says wha
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from services.orchestrator.journal.frames import (
     Incomplete,
     Unreadable,
     checksum_of,
+    header_bytes,
     read_header,
 )
 from services.orchestrator.journal.index import Row
@@ -31,11 +33,18 @@ _SEARCH_BYTES = 1024 * 1024
 def scan(directory: Path, kind: str, segment: int, start: int = 0, end: int | None = None) -> Iterator[Row | Damage]:
     """Records and damaged spans of a segment from ``start`` to ``end`` (default: its end), in their order.
 
-    Raises ``OSError`` when the file cannot be read, ``CorruptDataError`` for records of a later format.
+    From a place on that the disk cannot read all is damaged. Raises ``OSError`` when the file cannot be opened, and
+    ``CorruptDataError`` for records of a later format.
     """
     with segment_path(directory, kind, segment).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        yield from _Scan(file.fileno(), kind, segment, size if end is None else min(end, size)).run(start)
+        whole = _Scan(file.fileno(), kind, segment, size if end is None else min(end, size))
+        try:
+            yield from whole.run(start)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            yield whole.not_read()
 
 
 def numbers_in(directory: Path, kind: str, segment: int) -> list[tuple[int, int]]:
@@ -49,12 +58,13 @@ def numbers_in(directory: Path, kind: str, segment: int) -> list[tuple[int, int]
     return runs
 
 
-def header_at(directory: Path, kind: str, segment: int, offset: int) -> Header | None:
-    """The header that begins at ``offset``; None where there is none."""
+def header_before(directory: Path, kind: str, segment: int, offset: int, key: str) -> Header | None:
+    """The header of the record with this key and a payload at ``offset``; None where there is none."""
+    size = header_bytes(key)
     try:
         with segment_path(directory, kind, segment).open("rb", buffering=0) as file:
-            return read_header(os.pread(file.fileno(), MAX_HEADER_BYTES, offset))
-    except (FileNotFoundError, Unreadable):
+            return read_header(os.pread(file.fileno(), size, offset - size))
+    except (OSError, Unreadable):
         return None
 
 
@@ -67,10 +77,16 @@ class _Scan:
         self._data = b""  # of the file, from ``_at`` on
         self._at = 0
         self._read_bytes = _READ_BYTES
+        self._done = 0
+
+    def not_read(self) -> Damage:
+        """The rest, after an error of the disk."""
+        return self._passed_over(self._done, self._end, False, None)
 
     def run(self, at: int) -> Iterator[Row | Damage]:
         last: Row | None = None
         while at < self._end:
+            self._done = at
             try:
                 header = self._header(at)
             except Unreadable as error:

@@ -15,7 +15,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import structlog
 from services.common import disk
 from services.common.disk import RESERVE_BYTES
 from services.common.errors import InfrastructureError
+from services.orchestrator.journal import compaction
 from services.orchestrator.journal.catching_up import log_damage
 from services.orchestrator.journal.damage import Damage
 from services.orchestrator.journal.files import Files
@@ -66,6 +67,16 @@ class _Removal:
     done: Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    """Asks the writer thread to put what ``compaction.prepare`` wrote in the place of a segment."""
+
+    kind: str
+    segment: int
+    left_out: list[tuple[int, int]]  # runs of record numbers
+    done: Future[bool]
+
+
 class Journal:
     """Open it on the event loop that shall get the callbacks."""
 
@@ -93,6 +104,7 @@ class Journal:
             self._index.found
         )  # that no earlier start knew of; all of it: ``JournalReader.damage``
         log_damage(self.damage, directory)
+        compaction.remove_prepared(directory, self._files)
         self._next_number = self._index.last_number() + 1
         sizes = sizes_in(directory)
         # Every start begins new segments: what an earlier process wrote is never written to again.
@@ -105,7 +117,7 @@ class Journal:
             self._files.sync_directory(directory.parent)
             self._sync_names()
         self._writers: dict[str, SegmentWriter] = {}
-        self._queue: queue.SimpleQueue[_Entry | _Removal | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Entry | _Removal | _Replacement | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -171,6 +183,26 @@ class Journal:
         self._queue = queue.SimpleQueue()
         self._num_submitted = self.num_records
 
+    def compact_segment(self, kind: str, segment: int, keep: Collection[int]) -> bool:
+        """Rewrite a closed segment with the records of these numbers alone; False where that is not possible now. Blocking:
+        not on the event loop.
+
+        Raises:
+            CorruptDataError: the segment has damage, and stays as it is.
+            InfrastructureError: the journal is closed, has failed or is blocked for too long.
+        """
+        left_out = compaction.prepare(self.directory, kind, segment, keep, self._files)
+        if self._failed is not None or self._closed:
+            raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not rewritten")
+        replacement = _Replacement(kind, segment, left_out, Future())
+        self._queue.put(replacement)
+        try:
+            return replacement.done.result(REMOVE_DEADLINE_S)
+        except TimeoutError:
+            raise InfrastructureError(
+                f"{kind}-{segment:06d} was not rewritten within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
+            ) from None
+
     @property
     def waiting_s(self) -> float:
         """How long records have waited without any being written; 0 when none waits."""
@@ -208,6 +240,8 @@ class Journal:
                 if isinstance(after, _Removal):
                     self._remove(after.kind, after.segment)
                     after.done.set_result(None)
+                elif isinstance(after, _Replacement):
+                    after.done.set_result(self._replace(after))
                 elif after is None:
                     return
         except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
@@ -216,7 +250,7 @@ class Journal:
             if self._on_failure is not None:
                 self._notify(self._on_failure, error)
 
-    def _collect(self) -> tuple[list[_Entry], _Entry | _Removal | None]:
+    def _collect(self) -> tuple[list[_Entry], _Entry | _Removal | _Replacement | None]:
         """The next records, at most ``MAX_RECORDS``, and what has to be done after them: None when closing."""
         first = self._queue.get()
         if not isinstance(first, _Entry):
@@ -302,6 +336,19 @@ class Journal:
         if self._durability == "power":
             self._sync_names()
         self._index.forget(kind, segment, runs)
+
+    def _replace(self, wanted: _Replacement) -> bool:
+        """Put a rewritten segment in place; the record before says which numbers went."""
+        kind, segment = wanted.kind, wanted.segment
+        record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
+        self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
+        self.num_records -= 1  # nobody submitted it
+        if not self._index.replace(kind, segment, lambda: compaction.take_place(self.directory, kind, segment)):
+            return False
+        self._names_changed = True
+        if self._durability == "power":
+            self._sync_names()
+        return True
 
     def _sync_names(self) -> None:
         if self._names_changed:

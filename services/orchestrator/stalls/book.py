@@ -12,6 +12,7 @@ from dataclasses import replace
 from services.common.accounts import AccountState, Activity, ActivityTime, who_waits_for_whom
 
 WINDOW_S = 30.0  # over which shares of the present are taken
+MOST_COMPONENTS = 4096  # names are words of peers: those beyond are not kept
 
 
 class AccountBook:
@@ -24,6 +25,8 @@ class AccountBook:
         """Newer states of some components."""
         for account in accounts:
             known = self._latest.get(account.component)
+            if known is None and len(self._latest) >= MOST_COMPONENTS:
+                continue
             if known is not None and account.seconds < known.seconds:
                 self._fold(known)
             self._latest[account.component] = account

@@ -38,7 +38,13 @@ async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[Sa
     await started.close()
 
 
-@pytest.mark.parametrize("case", ALL, ids=str)
+_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.number >= _FROM_EXCHANGE else (), id=str(case)) for case in ALL],
+)
 async def test_a_bad_input_gets_its_verdict_and_leaves_nothing(pool: SandboxPool, world: World, case: Bad) -> None:
     if case.request.language == "cpp":
         needs.check("C++ compiler")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from services.envgateway.judge.judge import Judge
@@ -9,6 +11,8 @@ from services.envgateway.judge.records import AssertTests, CallCase, CallTests, 
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.pool import SandboxPool
+
+from .cases import exchange
 
 RAISES = "def f(n): raise ValueError('a b')"
 POINT = "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(n): return P(n)"
@@ -64,6 +68,12 @@ async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
         if result.verdict not in (Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR):
             passed.append((name, result.verdict.value))
     assert passed == []
+
+
+async def test_no_trick_of_the_exchange_makes_a_wrong_program_right(judge: Judge) -> None:
+    results = await asyncio.gather(*(judge.judge(case.request) for case in exchange.CASES))
+    told = [case.wrong(result) for case, result in zip(exchange.CASES, results, strict=True)]
+    assert [line for line in told if line] == []
 
 
 async def test_what_a_row_lists_is_the_programs(judge: Judge) -> None:

@@ -48,6 +48,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.reports: list[pool_pb2.ReportReplicaRequest] = []
         self.records: list[pool_pb2.StreamTrajectoriesRequest] = []  # as they came, over all streams
         self.num_streams = 0
+        self.answer = pool_pb2.RecordAck()  # what every acknowledgement says beside its number
         self.acknowledge: Callable[[pool_pb2.StreamTrajectoriesRequest], bool] = lambda request: True
         self.report_error: Exception | None = None
         self.join_error: Exception | None = None
@@ -144,6 +145,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
                 raise error
             if self.acknowledge(request):
                 ack = pool_pb2.RecordAck(record_number=request.record_number, outcome=pool_pb2.RECORD_OUTCOME_ACCEPTED)
+                ack.MergeFrom(self.answer)
                 yield pool_pb2.StreamTrajectoriesResponse(acks=[ack])
 
 

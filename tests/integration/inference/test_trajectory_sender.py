@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.pb import pool_pb2_grpc
+from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.channel import channel
 from services.common.types import RolloutFailure, RolloutTiming, Segment, Sequence, StopReason, Trajectory
 from services.inference.trajectory_sender import TOO_LARGE, TrajectorySender
@@ -132,3 +133,26 @@ async def test_a_trajectory_that_no_message_holds_becomes_a_failure_of_its_slot(
     assert indices_of(orchestrator.slots) == [0, 1]
     assert [record.failure.reason for record in orchestrator.records] == [TOO_LARGE, "TEST"]
     assert "bytes; at most 4194240" in orchestrator.records[0].failure.detail
+
+
+@pytest.mark.parametrize(
+    ("outcome", "number", "reason"),
+    [
+        (pool_pb2.RECORD_OUTCOME_INVALID, pool_pb2.REFUSAL_REASON_TOKEN_ID, "token_id"),
+        (pool_pb2.RECORD_OUTCOME_REFUSED, pool_pb2.REFUSAL_REASON_NOT_THE_OWNER, "not_the_owner"),
+        (pool_pb2.RECORD_OUTCOME_INVALID, 0, "other"),  # an orchestrator that does not say
+    ],
+)
+async def test_what_is_refused_is_counted_by_reason_told_once_and_not_sent_again(
+    orchestrator: FakeOrchestrator, outcome: pool_pb2.RecordOutcome.ValueType, number: int, reason: str
+) -> None:
+    orchestrator.answer = pool_pb2.RecordAck(outcome=outcome, reason=number, detail="id 99999")  # type: ignore[arg-type]
+    with structlog.testing.capture_logs() as logs:
+        async with sending(orchestrator) as sender:
+            for index in range(20):
+                await sender.send(failure(index))
+            await sender.wait_until_acknowledged(10.0)
+            assert sender.refused == {reason: 20}
+    assert len(orchestrator.records) == 20
+    told = [entry for entry in logs if entry["event"] == "trajectories.refused"]
+    assert [(entry["reason"], entry["detail"], entry["log_level"]) for entry in told] == [(reason, "id 99999", "error")]

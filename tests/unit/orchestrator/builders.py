@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from services.common.types import (
@@ -40,6 +42,12 @@ def sequence(
             Segment.policy(np.arange(num_tokens), -np.linspace(0.1, 1.0, num_tokens), version),
         ),
     )
+
+
+def with_tokens(found: Sequence, token_ids: list[int], logprob: float = -0.5) -> Sequence:
+    """The sequence with these tokens in place of what the policy said."""
+    said = Segment.policy(np.array(token_ids), np.full(len(token_ids), logprob), 0)
+    return replace(found, segments=(*found.segments[:-1], said))
 
 
 def trajectory(

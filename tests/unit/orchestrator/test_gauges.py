@@ -20,6 +20,8 @@ COUNTERS = {
     "task_groups_issued": ("millrace_task_groups_total", ("issued",)),
     "slots_reissued": ("millrace_slots_reissued_total", ()),
     "replica_leases_lost": ("millrace_leases_lost_total", ("replica",)),
+    "masked/actor/grader_failed": ("millrace_masked_samples_total", ("actor", "grader_failed")),
+    "redrawn/actor/episode_lost": ("millrace_redrawn_samples_total", ("actor", "episode_lost")),
     "pauses_for_failures": ("millrace_events_total", ("pauses_for_failures",)),
 }
 

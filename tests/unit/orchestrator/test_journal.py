@@ -21,7 +21,6 @@ from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import packing, records, rollouts, writer
 from services.orchestrator.journal.damage import DamageReason
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
@@ -276,34 +275,3 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
-
-
-async def test_trajectories_of_batches_since_the_checkpoint_are_never_collected(
-    open_journal: Open, tmp_path: Path
-) -> None:
-    journal = open_journal(segment_bytes=1)  # one record per segment
-
-    async def store(name: str) -> None:
-        made = trajectory(name, 0)
-        await journal.append(records.TRAJECTORY, f"{name}/0", lambda: rollouts.trajectory_to_json(made))
-
-    async def train(step: int, name: str) -> None:
-        entry = records.BatchEntry(
-            sequence_id=f"{name}/0/0", minibatch=0, position=0, group_mean=0.0, group_std=1.0, group_size=1,
-            staleness=0, num_tokens=4,
-        )  # fmt: skip
-        batch = records.BatchRecord(policy="model0", training_step=step, entries=(entry,), minibatches=())
-        await journal.append(records.BATCH, f"model0/{step}", lambda: records.batch_to_json(batch))
-
-    for name in ("old", "checkpointed", "replayable", "buffered", "newest"):
-        await store(name)
-    await train(1, "old")
-    await train(2, "checkpointed")
-    await train(3, "replayable")
-    assert len(await asyncio.to_thread(collect, journal, {"model0": 2}, live_groups={"buffered"})) == 2
-    reader = JournalReader(tmp_path)
-    left = set(
-        reader.find(records.TRAJECTORY, [f"{n}/0" for n in ("old", "checkpointed", "replayable", "buffered", "newest")])
-    )
-    reader.close()
-    assert left == {"replayable/0", "buffered/0", "newest/0"}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from services.common.errors import BatchLostError, CorruptDataError, DeadlineError
+from services.common.errors import BatchLostError, ConfigError, CorruptDataError, DeadlineError
 from services.common.fates import ClosedReason, SetAsideReason
-from services.common.types import TaskGroupOrder, WeightVersion
+from services.common.types import TaskGroupOrder, Trajectory, WeightVersion
 from services.orchestrator.batches import read_batch
+from services.orchestrator.experience import Experience
+from services.orchestrator.groups import Outcome, TaskGroup
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import Verdict
 from services.orchestrator.run_control import RunState
-from tests.unit.orchestrator.builders import sequence, trajectory
-from tests.unit.orchestrator.damage import flip, loaded, rows
+from tests.unit.orchestrator.builders import failure, sequence, trajectory, with_tokens
+from tests.unit.orchestrator.damage import flip, flip_header, loaded, remove, rows
 from tests.unit.orchestrator.world import World
 
 Make = Callable[..., World]
@@ -127,7 +132,7 @@ async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on
     assert last.task_group_id not in world.ring.groups and len(world.ring.aside) == 2
 
 
-async def test_a_damaged_assignment_leaves_its_group_to_whoever_plays_it(worlds: Make) -> None:
+async def test_the_group_of_a_damaged_assignment_is_issued_again(worlds: Make) -> None:
     world = worlds()
     orders = await begun(world)
     world.clock.now += 31.0
@@ -136,8 +141,8 @@ async def test_a_damaged_assignment_leaves_its_group_to_whoever_plays_it(worlds:
     name = (await world.orders(other))[0].task_group_id
     await spoiled(world, records.ASSIGNMENT, name)
     assert world.ring.pool.owner(name) is None and len(world.ring.groups) == len(orders)
-    world.join("other", running=[name])
-    assert world.ring.pool.owner(name).replica_id == "other"  # type: ignore[union-attr]
+    world.train()
+    assert name in {order.task_group_id for order in await world.orders(world.join("other", running=[name]))}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -241,7 +246,7 @@ async def test_a_batch_of_which_nothing_is_left_is_named_as_lost(worlds: Make) -
     await world.crash()
     for path in (world.run_dir / "journal").glob("trajectories-*"):
         path.unlink()
-    with pytest.raises(BatchLostError, match="no trajectory of the batch of step 1 of model0"):
+    with pytest.raises(BatchLostError, match="no trajectory of the batch of step 1 of model0 can be used"):
         await world.trainer_side.pull_batch("model0", 1, 5.0)
 
 
@@ -337,14 +342,76 @@ async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make)
     assert world.ring.evaluations.results == before
 
 
-async def test_a_reward_beyond_all_bounds_costs_its_task_group(worlds: Make) -> None:
+ABSURD = {
+    "a huge reward": trajectory("g", 3, reward=1e300),
+    "the largest reward": trajectory("g", 3, reward=-sys.float_info.max),
+    "a token id beyond the vocabulary": trajectory("g", 3, with_tokens(sequence(), [5, 700])),
+    "a negative token id": trajectory("g", 3, with_tokens(sequence(), [-1])),
+    "a log-probability of 3e38": trajectory("g", 3, with_tokens(sequence(), [1], logprob=3e38)),
+    "no sequence": Trajectory(task_group_id="g", index=3, sequences=(), reward=0.0),
+    "attempt -9": trajectory("g", 3, sequence(attempt=-9)),
+    "a policy of nobody": trajectory("g", 3, sequence(policy="nobody")),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+async def test_what_an_earlier_release_took_in_and_nobody_can_train_is_set_aside(worlds: Make, name: str) -> None:
+    world = worlds()
+    world.vocab_sizes = {"model0": 500}
+    await world.crash()
+    orders = await begun(world)
+    group = orders[0].task_group_id
+    await world.send(*(trajectory(group, index, reward=float(index)) for index in range(3)))
+    absurd = replace(ABSURD[name], task_group_id=group)
+    world.ring.journal.submit(records.TRAJECTORY, f"{group}/3", lambda: rollouts.trajectory_to_json(absurd))
+    await world.settle()
+    await world.crash()
+    assert set_aside(world) == [(records.TRAJECTORY, f"{group}/3", SetAsideReason.REFUSED)]
+    assert world.ring.groups[group].unresolved == (3,)
+    await world.crash()
+    assert len(loaded(world.run_dir, records.SET_ASIDE)) == len(world.ring.aside) == 1
+    await trains_on(world, 1)
+
+
+async def test_a_recorded_batch_is_served_without_what_its_trainer_cannot_read(worlds: Make) -> None:
+    """The vocabulary is known when the trainer joins, and the batch was recorded before."""
+    world = worlds()
+    orders = await begun(world)
+    for order in orders[1:]:
+        await world.play(order)
+    name = orders[0].task_group_id
+    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
+    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
+    world.trainer_side.join("model0", "t", 1, 0, {}, vocab_size=500)
+    for _ in range(2):
+        batch = None
+        for step in (1, 2):
+            batch = await world.trainer_side.pull_batch("model0", step, 5.0)
+            ids = {entry.sequence_id for entry in batch.record.entries}
+            if any(i.startswith(name) for i in ids):
+                break
+            await world.publish(step)
+        assert batch is not None and f"{name}/0/0" not in ids and len(ids) == 7
+        assert sum(totals.num_sequences for totals in batch.share(0, 1).minibatches) == 7
+        assert world.ring.counters["sequences_lost"] == 1
+        world.ring.batches["model0"]._recent.clear()
+        world.ring.counters.clear()
+
+
+async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a record of an earlier release may hold that bounds do not see."""
     world = worlds()
     orders = await begun(world)
     name = orders[0].task_group_id
-    await world.send(*(trajectory(name, index, reward=float(index)) for index in range(3)))
-    huge = trajectory(name, 3, sequence(-1.7e308), sequence(1.7e308), sequence(1.7e308), reward=1.7e308)
-    world.ring.journal.submit(records.TRAJECTORY, f"{name}/3", lambda: rollouts.trajectory_to_json(huge))
-    await world.settle()
+    await world.send(*(trajectory(name, index, reward=float(index)) for index in range(4)))
+    real = Experience.resolved
+
+    def overflows(self: Experience, group: TaskGroup, outcome: Outcome) -> list[Verdict]:
+        if group.id == name and group.complete:
+            raise OverflowError("(34, 'Numerical result out of range')")
+        return real(self, group, outcome)
+
+    monkeypatch.setattr(Experience, "resolved", overflows)
     await world.crash()
     assert name not in world.ring.groups
     assert (records.GROUP, name, SetAsideReason.REFUSED) in set_aside(world)
@@ -355,6 +422,19 @@ async def test_a_reward_beyond_all_bounds_costs_its_task_group(worlds: Make) -> 
     assert (accounts.running_slots, accounts.accepted) == (sum(len(group.unresolved) for group in live), 0)
     await world.crash()
     await trains_on(world, 1)
+
+
+async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_command_to_look_at_it(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    await begun(world)
+    await world.settle()
+    await world.journal.close()
+    monkeypatch.setattr("services.orchestrator.recovery.MOST_TRIES", 2)
+    monkeypatch.setattr(Experience, "issued", lambda *args: {}["x"])
+    with pytest.raises(ConfigError, match=r"millrace journal .* repair"):
+        world.open()
 
 
 @pytest.mark.parametrize(
@@ -419,3 +499,85 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
     assert world.ring.ledgers["model0"].newest_number == 4
     assert world.ring.experience.admission.accounts["model0"].version == 4
     await trains_on(world, 5)
+
+
+EVERY_KIND = [
+    *(records.RUN, records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE, records.VERDICT),
+    *(records.CLOSED, records.OBSERVATION, records.BATCH, records.VERSION, records.EVALUATION_START),
+    *(records.EVALUATION, records.STATE),
+]
+
+
+async def lived(world: World) -> None:
+    """A history with records of every kind, in the middle of step 3."""
+    world.steps = 9
+    await world.crash()
+    await begun(world)
+    await world.ring.begin_evaluation("mine")
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    for step in (1, 2):
+        await stepped(world, step)
+    assert await world.orders(world.join(number=2))
+    world.clock.now += 31.0
+    world.ring.pool.expire()
+    first, *_ = await world.orders(world.join("other", number=2))
+    world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+    await world.send(trajectory(first.task_group_id, 0, version=2), failure(first.task_group_id, 1))
+    world.ring.write_state()
+    await world.settle()
+    assert {kind for kind in EVERY_KIND if rows(world.run_dir, kind)} == set(EVERY_KIND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "with_index"), [*((kind, True) for kind in EVERY_KIND), (records.BATCH, False), (records.CLOSED, False)]
+)
+async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind: str, with_index: bool) -> None:
+    world = worlds(curation="filter_solved")
+    await lived(world)
+    names = {row.key for row in rows(world.run_dir, records.GROUP)}
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    await world.journal.close()
+    remove(world.run_dir, kind, with_index=with_index)
+    world.ring.metrics.close()
+    world.open()
+    newest = world.ring.ledgers["model0"]
+    if kind == records.VERSION:
+        for number in range(newest.newest_number + 1):
+            await world.publish(number)
+    assert newest.newest_number == (1 if kind == records.VERSION else 2)
+    await trains_on(world, newest.newest_number + 1)
+    [batch] = loaded(world.run_dir, records.BATCH, f"model0/{newest.newest_number}")[-1:]
+    if kind != records.VERSION:
+        assert not seen & {entry["sequence_id"] for entry in batch["sequences"]}
+    issued = [row.key for row in rows(world.run_dir, records.GROUP)]
+    assert len(set(issued)) == len(issued)
+    if kind != records.GROUP:
+        assert names <= set(issued)
+    before = len(world.ring.aside)
+    await world.crash()
+    assert len(world.ring.aside) == before
+
+
+@pytest.mark.parametrize("kind", [records.GROUP, records.TRAJECTORY, records.CLOSED, records.BATCH, records.VERSION])
+async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(worlds: Make, kind: str) -> None:
+    world = worlds(curation="filter_solved")
+    await lived(world)
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    await world.journal.close()
+    flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
+    world.ring.metrics.close()
+    world.open()
+    if world.ring.ledgers["model0"].lacks_newest or kind == records.VERSION:
+        await world.publish(2)
+    await trains_on(world, 3)
+    batches = {
+        row.key: batch
+        for row, batch in zip(rows(world.run_dir, records.BATCH), loaded(world.run_dir, records.BATCH), strict=True)
+    }
+    assert not seen & {entry["sequence_id"] for entry in batches["model0/3"]["sequences"]}
+    assert sum(world.ring.aside.counts().values()) >= 1
+    before = len(world.ring.aside)
+    await world.crash()
+    assert len(world.ring.aside) == before

@@ -208,7 +208,9 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     for number in (1, 2, 3):
         await world.step(number)
     live = world.ring.experience.buffered_groups()
-    assert collect(world.journal, {"model0": 3}, live | set(world.ring.groups)), "some are too old to be drawn again"
+    assert collect(world.journal, {"model0": 3}, live | set(world.ring.groups)).removed, (
+        "some are too old to be drawn again"
+    )
     fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()

@@ -67,6 +67,7 @@ class World:
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
         self.samples_per_task = 1
+        self.vocab_sizes: dict[str, int | None] = {}
         self.open()
 
     def open(self) -> None:
@@ -115,6 +116,7 @@ class World:
             run_mark=self.mark,
             started_at=0.0,
             clock=self.clock,
+            vocab_sizes=self.vocab_sizes,
         )
 
     async def crash(self) -> None:

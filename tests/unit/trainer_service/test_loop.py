@@ -81,9 +81,7 @@ class Trainer:
         )
 
     def live(self) -> int:
-        start = self.checkpoints.newest() or 0
-        if start:
-            self.checkpoints.load(start, self.step.model, self.step.optimizer)
+        start = self.checkpoints.restore(self.step.model, self.step.optimizer)
         return self.loop.run(self.loop.recover(start, max(self.link.ledger, default=-1)))
 
 

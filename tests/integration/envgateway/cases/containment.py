@@ -170,7 +170,7 @@ for target in {pid, os.getppid(), 1} - {0}:
         attempt("kill", lambda: os.kill(target, number))
         attempt("queue", lambda: call(129, target, number, b"\\0" * 128))
         attempt("tgkill", lambda: call(234, target, target, number))
-    attempt("group", lambda: os.killpg(target, 0))
+    attempt("group", lambda: os.killpg(pid, 0))
     attempt("pidfd", lambda: call(434, target, 0))
     attempt("memory", lambda: call(310, target, b"", 1, b"", 1, 0))
     attempt("trace", lambda: call(101, 16, target, 0, 0))

@@ -1,7 +1,7 @@
-"""Cheating tests that run as code, through what crosses between the two processes: rows 54 to 59.
+"""Cheating tests that run as code, through what crosses between the two processes: rows 60 to 65.
 
-54 exceptions that the library or the interpreter would swallow, 55 names that the tests do not define, 56 arguments that
-the program changes, 57 objects that lie when they are compared, 58 tests that can judge no program, 59 bytes that are no
+60 exceptions that the library or the interpreter would swallow, 61 names that the tests do not define, 62 arguments that
+the program changes, 63 objects that lie when they are compared, 64 tests that can judge no program, 65 bytes that are no
 text.
 """
 
@@ -34,7 +34,7 @@ _EXPECTS = AssertTests(
 _LIST = AssertTests(tests="for n in [1]:\n    assert list(candidate(n)) == []", entry_point="f")
 
 _EXCEPTIONS = [
-    bad(54, f"{name}-{shape}", f"def f(n): raise {raised}", RE, WA, tests=tests)
+    bad(60, f"{name}-{shape}", f"def f(n): raise {raised}", RE, WA, tests=tests)
     for name, raised in {
         "StopIteration": "StopIteration",
         "StopAsyncIteration": "StopAsyncIteration",
@@ -46,19 +46,19 @@ _EXCEPTIONS = [
     }.items()
     for shape, tests in (("all-map", _ALL), ("for-map", _FOR))
 ] + [
-    bad(54, "IndexError-ends-a-sequence", "def f(n): raise IndexError", RE, tests=_SEQUENCE),
-    bad(54, "StopIteration-ends-a-sequence", "def f(n): raise StopIteration", RE, tests=_SEQUENCE),
-    bad(54, "AttributeError-hides-a-property", "def f(n): raise AttributeError", RE, tests=_PROPERTY),
-    bad(54, "a-class-of-the-same-name", "class ValueError(Exception): pass\ndef f(n): raise ValueError('a')", RE, tests=_EXPECTS),
-    bad(54, "expected-error-by-exit", "def f(n): raise SystemExit(0)", WA, tests=_EXPECTS),
-    bad(54, "iterator-raises", "class It:\n    def __iter__(self): return self\n    def __next__(self): raise KeyError('x')\ndef f(n): return It()", RE, tests=_LIST),
-    bad(54, "len-raises-StopIteration", "class It:\n    def __len__(self): raise StopIteration\n    def __iter__(self): raise StopIteration\ndef f(n): return It()", RE, tests=_LIST),
-    bad(54, "str-of-the-error-raises", "class E(Exception):\n    def __str__(self): raise StopIteration\ndef f(n): raise E", RE, tests=_ALL),
+    bad(60, "IndexError-ends-a-sequence", "def f(n): raise IndexError", RE, tests=_SEQUENCE),
+    bad(60, "StopIteration-ends-a-sequence", "def f(n): raise StopIteration", RE, tests=_SEQUENCE),
+    bad(60, "AttributeError-hides-a-property", "def f(n): raise AttributeError", RE, tests=_PROPERTY),
+    bad(60, "a-class-of-the-same-name", "class ValueError(Exception): pass\ndef f(n): raise ValueError('a')", RE, tests=_EXPECTS),
+    bad(60, "expected-error-by-exit", "def f(n): raise SystemExit(0)", WA, tests=_EXPECTS),
+    bad(60, "iterator-raises", "class It:\n    def __iter__(self): return self\n    def __next__(self): raise KeyError('x')\ndef f(n): return It()", RE, tests=_LIST),
+    bad(60, "len-raises-StopIteration", "class It:\n    def __len__(self): raise StopIteration\n    def __iter__(self): raise StopIteration\ndef f(n): return It()", RE, tests=_LIST),
+    bad(60, "str-of-the-error-raises", "class E(Exception):\n    def __str__(self): raise StopIteration\ndef f(n): raise E", RE, tests=_ALL),
 ]  # fmt: skip
 
 _YES = "class Yes:\n    def __getattr__(self, name): return lambda *a, **k: True\n    def __call__(self, *a, **k): return self\n    __eq__ = lambda self, other: True\n"
 _NAMES = [
-    bad(55, name, f"{_YES}{code}\ndef f(n): return 1", WA, tests=AssertTests(tests=tests, entry_point="f"))
+    bad(61, name, f"{_YES}{code}\ndef f(n): return 1", WA, tests=AssertTests(tests=tests, entry_point="f"))
     for name, code, tests in (
         ("module", "math = Yes()", f"assert math.isclose(candidate(3), {SECRET})"),
         ("class", "def Counter(x): return 5", f"assert Counter([candidate(3)]) == Counter([{SECRET}])"),
@@ -71,10 +71,10 @@ _NAMES = [
     )
 ]  # fmt: skip
 _BUILTIN_ENTRY = AssertTests(tests="for n in [3]:\n    assert candidate([n, 4]) == sum([n, 4])", entry_point="sum")
-_NAMES.append(bad(55, "entry-point-is-a-builtin", "def sum(values): return 0", WA, tests=_BUILTIN_ENTRY))
+_NAMES.append(bad(61, "entry-point-is-a-builtin", "def sum(values): return 0", WA, tests=_BUILTIN_ENTRY))
 
 _ARGUMENTS = [
-    bad(56, name, code, WA, tests=AssertTests(tests=tests, entry_point="f"))
+    bad(62, name, code, WA, tests=AssertTests(tests=tests, entry_point="f"))
     for name, code, tests in (
         ("emptied-in-the-assert", "def f(x): x.clear(); return []", "data = [3, 1]\nassert candidate(data) == sorted(data)"),
         ("emptied-before-the-assert", "def f(x): x.clear(); return []", "data = [3, 1]\ngot = candidate(data)\nassert got == sorted(data)"),
@@ -86,7 +86,7 @@ _ARGUMENTS = [
 
 _LIAR = "class P:\n    def __init__(self, x=0): self.x = x\n    __eq__ = __contains__ = lambda self, other: True\n    __ne__ = lambda self, other: False\n    __hash__ = lambda self: 1\n    __len__ = lambda self: 3\n    __iter__ = lambda self: iter([])\n    __class__ = property(lambda self: int)\ndef f(n): return P(9)"  # fmt: skip
 _LIARS = [
-    bad(57, name, _LIAR, WA, RE, tests=AssertTests(tests=tests, entry_point="f", names=("P",)))
+    bad(63, name, _LIAR, WA, RE, tests=AssertTests(tests=tests, entry_point="f", names=("P",)))
     for name, tests in (
         ("equal-to-data", f"for n in [3]:\n    assert candidate(n) == {SECRET}"),
         ("data-equal-to-it", f"for n in [3]:\n    assert {SECRET} == candidate(n)"),
@@ -99,7 +99,7 @@ _LIARS = [
 ]
 
 _UNUSABLE = [
-    bad(58, name, "def f(n): return 21", IT, tests=tests)
+    bad(64, name, "def f(n): return 21", IT, tests=tests)
     for name, tests in (
         ("no-python", AssertTests(tests="assert candidate(3 == 21", entry_point="f")),
         ("undefined-name", AssertTests(tests="assert nowhere(candidate(3)) == 21", entry_point="f")),
@@ -115,7 +115,7 @@ _UNUSABLE = [
 
 _REPLACED = "\ufffd"
 _BYTES = [
-    bad(59, f"{name}-{mode.value if mode else 'lines'}", f"import os; os.write(1, {data!r})", WA, expected=expected,
+    bad(65, f"{name}-{mode.value if mode else 'lines'}", f"import os; os.write(1, {data!r})", WA, expected=expected,
         comparison=Comparison(mode=mode))
     for name, data, expected in (
         ("no-utf-8", b"\xff", _REPLACED),

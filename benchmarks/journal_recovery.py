@@ -1,0 +1,368 @@
+"""What a journal loses when its index or its segments are damaged, how fast it comes back, and how large it is.
+
+* index: removed, truncated, emptied, of an earlier time (alone and beside a later -wal file), without its -wal file,
+  random bytes, of another directory; after each the journal is opened as a start does, and every record must be there.
+* segments: each is cut, and a bit in it flipped, at 200 places (with --quick 20), with the index and without it. Records
+  that hold the changed bytes are damaged; ``lost_records`` counts those beyond, ``starts_refused`` starts that failed.
+* restart: the orchestrator itself, in a process of its own, on the journal of a million trajectories (with --quick
+  50,000, and the seconds scaled): until it answers, with its index and without one.
+* size: bytes per token on disk, index included, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a vocabulary
+  of 150,000, float32 log-probabilities), and processor time per token to write and read one, against plain JSON lists.
+
+    python benchmarks/journal_recovery.py [--quick] [--seed 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import structlog
+import xxhash
+from _journal_million import write_million
+from _processes import free_port, kill, orchestrator
+from _report import report_facts
+
+from services.common.errors import MillraceError
+from services.common.types import Segment, Sequence, StopReason, Trajectory
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.frames import Packer, Unpacker, checksum_of, write_header
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.keeper import IndexKeeper
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.segments import segment_path, sizes_in
+from services.orchestrator.journal.writer import Journal
+
+MILLION = 1_000_000
+VOCABULARY = 150_000
+KINDS = ("alpha", "beta", "gamma")
+NUM_RECORDS = 90
+RESTART_DEADLINE_S = 240.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="at most a minute")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
+    )  # thousands of damages are named
+    num_places = 20 if options.quick else 200
+    num_restarted = 50_000 if options.quick else MILLION
+    left_out = {}
+    if options.quick:
+        left_out["a million trajectories"] = f"--quick: {num_restarted} are restarted, seconds are scaled"
+        left_out["200 places"] = f"--quick: {num_places} per segment"
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
+        trial = Trial()
+        asyncio.run(spoil_index(Path(scratch) / "index", trial, options.seed))
+        asyncio.run(damage_segments(Path(scratch) / "segments", trial, num_places, options.seed))
+        sizes = {
+            f"{length}": asyncio.run(measure_size(Path(scratch) / f"size-{length}", length, count, options.seed))
+            for length, count in ((1000, 200), (16_384, 12))
+        }
+        restart = measure_restart(Path(scratch) / "restart", num_restarted, options.seed)
+    print(
+        f"{trial.starts} starts, {trial.refused} refused, {trial.lost} records lost beyond the {trial.damaged} damaged; "
+        f"restart with {num_restarted} trajectories: {restart['s']:.1f} s, without index {restart['without_index_s']:.1f} s"
+    )
+    report_facts(
+        "journal_recovery",
+        lost_records=trial.lost, starts_refused=trial.refused, untold_records=trial.untold, starts=trial.starts,
+        damaged_records=trial.damaged, places=num_places,
+        restart_s_million=restart["s"] * MILLION / num_restarted,
+        restart_without_index_s_million=restart["without_index_s"] * MILLION / num_restarted,
+        restart_trajectories=num_restarted, rss_mb=restart["rss_mb"], rss_without_index_mb=restart["without_index_rss_mb"],
+        bytes_per_token=max(size["bytes"] for size in sizes.values()), sizes=sizes, seed=options.seed, left_out=left_out,
+    )  # fmt: skip
+
+
+class Trial:
+    """Counts what starts after damage find."""
+
+    def __init__(self) -> None:
+        self.starts = self.refused = self.lost = self.damaged = self.untold = 0
+
+    def start(self, directory: Path, expected: set[str], damaged: set[str]) -> None:
+        """Open the journal as a start does. ``damaged`` are keys of records whose bytes were changed."""
+        self.starts += 1
+        self.damaged += len(damaged)
+        try:
+            keeper = IndexKeeper(directory)
+        except (MillraceError, OSError, ValueError):
+            self.refused += 1
+            return
+        keeper.close()
+        with closing(JournalReader(directory)) as reader:
+            found = [row.key for row in reader.rows() if reader.load(row) is not None]
+            told = len(reader.damage()) + len(reader.gaps())
+        gone = expected - set(found)
+        self.lost += len(gone - damaged) + len(found) - len(set(found))
+        self.untold += bool(gone) and not told
+
+
+# --- the index -------------------------------------------------------------------------------------------------------
+
+
+async def spoil_index(directory: Path, trial: Trial, seed: int) -> None:
+    """Records of two lives; the second is still open when the directory is copied, so that its -wal file is full."""
+    await write(directory / "run", 0, NUM_RECORDS)
+    old = directory / "old.sqlite"
+    shutil.copy(directory / "run" / INDEX_FILE, old)
+    await write(directory / "other", 1000, 2 * NUM_RECORDS)
+    journal = Journal(directory / "run")
+    journal.start()
+    await put(journal, range(NUM_RECORDS, 2 * NUM_RECORDS))
+    whole = directory / "whole"
+    shutil.copytree(directory / "run", whole)
+    await journal.close()
+    draw = random.Random(seed)
+    wal = f"{INDEX_FILE}-wal"
+    closed = directory / "run" / INDEX_FILE  # with everything in it
+    ways: dict[str, Callable[[Path], object]] = {
+        "untouched": lambda run: None,
+        "removed": lambda run: [(run / name).unlink() for name in (INDEX_FILE, wal)],
+        "removed but its wal": lambda run: (run / INDEX_FILE).unlink(),
+        "wal removed": lambda run: (run / wal).unlink(),
+        "old": lambda run: [shutil.copy(old, run / INDEX_FILE), (run / wal).unlink()],
+        "old beside a later wal": lambda run: shutil.copy(old, run / INDEX_FILE),
+        "emptied": lambda run: change(run / INDEX_FILE, lambda data: b""),
+        "of another directory": lambda run: shutil.copy(directory / "other" / INDEX_FILE, run / INDEX_FILE),
+        "random": lambda run: change(run / INDEX_FILE, lambda data: draw.randbytes(len(data))),
+        "wal random": lambda run: change(run / wal, lambda data: draw.randbytes(len(data))),
+    }
+    for _ in range(20):
+        cut, spots = draw.random(), [(draw.random(), draw.randrange(256)) for _ in range(20)]
+        name = f"truncated at {cut:.3f}"
+        ways[name] = lambda run, cut=cut: [
+            shutil.copy(closed, run / INDEX_FILE), (run / wal).unlink(),
+            change(run / INDEX_FILE, lambda data: data[: int(cut * len(data))]),
+        ]  # fmt: skip
+        ways[f"bytes of {name}"] = lambda run, spots=spots: [
+            shutil.copy(closed, run / INDEX_FILE), (run / wal).unlink(),
+            change(run / INDEX_FILE, lambda data: scribbled(data, spots)),
+        ]  # fmt: skip
+    expected = {f"k{n}" for n in range(2 * NUM_RECORDS)}
+    for number, spoil in enumerate(ways.values()):
+        run = directory / str(number)
+        shutil.copytree(whole, run)
+        spoil(run)
+        trial.start(run, expected, set())
+        shutil.rmtree(run)
+
+
+def change(path: Path, how: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(how(path.read_bytes()))
+
+
+def scribbled(data: bytes, spots: list[tuple[float, int]]) -> bytes:
+    changed = bytearray(data)
+    for at, value in spots:
+        changed[int(at * len(changed))] = value
+    return bytes(changed)
+
+
+# --- the segments ----------------------------------------------------------------------------------------------------
+
+
+async def damage_segments(directory: Path, trial: Trial, num_places: int, seed: int) -> None:
+    """Each segment cut, and flipped, at places over its whole length; every other time without the index."""
+    run = directory / "run"
+    await write(run, 0, NUM_RECORDS)
+    draw = random.Random(seed)
+    with closing(JournalReader(run)) as reader:
+        rows = list(reader.rows())
+    expected = {row.key for row in rows}
+    for kind, segment in sizes_in(run):
+        mine = sorted((row for row in rows if (row.kind, row.segment) == (kind, segment)), key=lambda row: row.offset)
+        ends = [row.offset + row.length for row in mine]
+        begins = [0, *ends[:-1]]
+        for number in range(num_places):
+            at = min(ends[-1] - 1, int((number + draw.random()) / num_places * ends[-1]))
+            bit = 1 << draw.randrange(8)
+            flip = {row.key for row, begin, end in zip(mine, begins, ends, strict=True) if begin <= at < end}
+            cut = {row.key for row, end in zip(mine, ends, strict=True) if end > at}
+            ways: tuple[tuple[Callable[[bytes], bytes], set[str]], ...] = (
+                (lambda data, at=at, bit=bit: data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :], flip),
+                (lambda data, at=at: data[:at], cut),
+            )
+            for how, damaged in ways:
+                copy = directory / "copy"
+                shutil.copytree(run, copy)
+                change(segment_path(copy, kind, segment), how)
+                if number % 2:
+                    (copy / INDEX_FILE).unlink()
+                trial.start(copy, expected, damaged)
+                shutil.rmtree(copy)
+
+
+async def write(directory: Path, first: int, count: int) -> None:
+    journal = Journal(directory)
+    journal.start()
+    await put(journal, range(first, first + count))
+    await journal.close()
+
+
+async def put(journal: Journal, numbers: range) -> None:
+    await asyncio.gather(
+        *(
+            journal.append(KINDS[n % len(KINDS)], f"k{n}", lambda n=n: {"n": n, "text": "word " * (n % 40)})
+            for n in numbers
+        )
+    )
+
+
+# --- the size --------------------------------------------------------------------------------------------------------
+
+
+async def measure_size(directory: Path, num_tokens: int, count: int, seed: int) -> dict[str, float]:
+    """Bytes on disk per token, and nanoseconds of processor time per token to write and read a trajectory's line."""
+    draw = np.random.default_rng(seed)
+    made = [trajectory(number, num_tokens, draw) for number in range(count)]
+    tokens = num_tokens * count
+    journal = Journal(directory)
+    journal.start()
+    await asyncio.gather(
+        *(journal.append(records.TRAJECTORY, f"g/{t.index}", lambda t=t: rollouts.trajectory_to_json(t)) for t in made)
+    )
+    await journal.close()
+    size = bytes_in(directory)
+    packer, unpacker = Packer(), Unpacker()
+
+    def write_ours(t: Trajectory) -> bytes:
+        payload = packer.pack(orjson.dumps(rollouts.trajectory_to_json(t)) + b"\n")
+        checksum_of(payload)
+        return write_header(1, 1.0, "g/1", payload) + payload
+
+    def write_plain(t: Trajectory) -> bytes:
+        line = orjson.dumps(plain(t), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        xxhash.xxh3_64_intdigest(line)
+        return line
+
+    skip = len(write_header(1, 1.0, "g/1", b""))
+    ours, plain_lines = [write_ours(t) for t in made], [write_plain(t) for t in made]
+    timed = {
+        "write_ns": lambda: [write_ours(t) for t in made],
+        "plain_write_ns": lambda: [write_plain(t) for t in made],
+        "read_ns": lambda: [
+            rollouts.trajectory_from_json(orjson.loads(unpacker.unpack(data[skip:])))
+            for data in ours
+            if checksum_of(data[skip:])
+        ],
+        "plain_read_ns": lambda: [
+            read_plain(orjson.loads(line)) for line in plain_lines if xxhash.xxh3_64_intdigest(line)
+        ],
+    }
+    return {
+        "bytes": size / tokens,
+        "plain_bytes": sum(map(len, plain_lines)) / tokens,
+        **{name: 1e9 * min(processor_s(run) for _ in range(3)) / tokens for name, run in timed.items()},
+    }
+
+
+def bytes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def processor_s(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def trajectory(index: int, num_tokens: int, draw: np.random.Generator) -> Trajectory:
+    """A tenth is prompt; log-probabilities of which six in ten are of nearly certain tokens."""
+    prompt = num_tokens // 10
+    ids, count = zipf(draw, num_tokens), num_tokens - prompt
+    certain = -(10 ** draw.uniform(-6, -1, count))
+    logprobs = np.where(draw.random(count) < 0.6, certain, -draw.exponential(1.0, count)).astype(np.float32)
+    segments = (Segment.environment(ids[:prompt]), Segment.policy(ids[prompt:], logprobs, 3))
+    sequence = Sequence(policy="model0", segments=segments, reward=0.0, stop_reason=StopReason.STOP)
+    return Trajectory(task_group_id="g", index=index, sequences=(sequence,), reward=0.0, replica_id="a")
+
+
+def zipf(draw: np.random.Generator, count: int) -> Any:
+    """[count] int32: rank r has a chance of 1 / r; frequent tokens have low ids, as in byte-pair vocabularies."""
+    ranks = np.exp(draw.random(count) * np.log(VOCABULARY)).astype(np.int64)
+    few = 2000
+    order = np.random.default_rng(0)
+    ids = np.concatenate([order.permutation(few), few + order.permutation(VOCABULARY - few)])
+    return ids[np.minimum(ranks - 1, VOCABULARY - 1)].astype(np.int32)
+
+
+def plain(t: Trajectory) -> Mapping[str, Any]:
+    """The line with lists of numbers."""
+    line = rollouts.trajectory_to_json(t)
+    for sequence, kept in zip(t.sequences, line["sequences"], strict=True):
+        for segment, written in zip(sequence.segments, kept["segments"], strict=True):
+            written |= {
+                "token_ids": segment.token_ids, "logprobs": segment.logprobs,
+                "teacher_logprobs": segment.teacher_logprobs,
+            }  # fmt: skip
+    return line
+
+
+def read_plain(line: Mapping[str, Any]) -> list[Any]:
+    return [
+        (np.array(s["token_ids"], np.int32), np.array(s["logprobs"], np.float32))
+        for sequence in line["sequences"]
+        for s in sequence["segments"]
+    ]
+
+
+# --- the restart -----------------------------------------------------------------------------------------------------
+
+
+def measure_restart(run_dir: Path, num_trajectories: int, seed: int) -> dict[str, float]:
+    """Seconds from the start of the process until it answers, and its largest resident memory."""
+    port = free_port()
+    began = time.perf_counter()
+    num_records = write_million(run_dir, num_trajectories, port, seed)
+    print(f"{num_records} records written in {time.perf_counter() - began:.0f} s", flush=True)
+    without, without_rss = restart(run_dir, port)
+    with_index, rss = restart(run_dir, port)
+    return {"s": with_index, "rss_mb": rss, "without_index_s": without, "without_index_rss_mb": without_rss}
+
+
+def restart(run_dir: Path, port: int) -> tuple[float, float]:
+    began = time.perf_counter()
+    process = orchestrator(str(run_dir))
+    try:
+        while not answers(port):
+            assert process.poll() is None, "the orchestrator did not start"
+            assert time.perf_counter() - began < RESTART_DEADLINE_S, "the orchestrator does not answer"
+            time.sleep(0.02)
+        return time.perf_counter() - began, peak_mb(process)
+    finally:
+        kill([process])
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def peak_mb(process: subprocess.Popen[bytes]) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``millrace checkpoints`` and ``millrace export``: the checkpoints of a run, from its directory alone."""

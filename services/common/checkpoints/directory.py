@@ -1,0 +1,119 @@
+"""The checkpoints of one policy in one directory, by name. Reads and renames directories; opens manifests only.
+
+step_000010              complete: it came under this name by a rename, after everything in it was durable
+step_000010.partial      being written, or left by a process that died; swept by the next save
+step_000010.removed      being removed, because newer ones are there; swept too
+step_000010.damaged      set aside because it was not what had been written; never swept
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.common.checkpoints.files import Progress, read_whole, sync_directory, verify_file
+from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredFile, decode
+from services.common.errors import ConfigError, CorruptDataError
+
+PREFIX = "step_"
+PARTIAL = ".partial"
+REMOVED = ".removed"
+DAMAGED = ".damaged"
+REASON = "why_damaged.txt"
+_EARLIER_FORMAT = "millrace.json"
+
+
+def checkpoints_directory(run_dir: Path, policy: str) -> Path:
+    """Where the checkpoints of a policy lie in a run directory."""
+    return run_dir / "checkpoints" / policy
+
+
+def path_of(directory: Path, step: int) -> Path:
+    return directory / f"{PREFIX}{step:06d}"
+
+
+def steps(directory: Path) -> list[int]:
+    """The training steps of complete checkpoints, ascending. They may be damaged."""
+    names = (path.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*") if path.is_dir())
+    return sorted(step for name in names if name.isdecimal() and name == f"{(step := int(name)):06d}")
+
+
+def set_aside_before(directory: Path) -> list[tuple[int, Path]]:
+    """(training step, directory) of the damaged checkpoints that were set aside, in order."""
+    found = []
+    for path in directory.glob(f"{PREFIX}*{DAMAGED}*"):
+        number = path.name.removeprefix(PREFIX).partition(".")[0]
+        if number.isdecimal() and path.is_dir():
+            found.append((int(number), path))
+    return sorted(found)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, by itself undamaged.
+
+    Raises:
+        CorruptDataError: it is missing or not what was written.
+        ConfigError: the checkpoint was written by an earlier version, in another format.
+    """
+    try:
+        manifest = decode(read_whole(path / MANIFEST))
+    except CorruptDataError:
+        if (path / _EARLIER_FORMAT).is_file():
+            raise ConfigError(
+                f"{path} was written by an earlier version of Millrace, in a format that is not read any more: finish "
+                "the run with that version, or begin another one from its export"
+            ) from None
+        raise
+    if path.name.partition(".")[0] != path_of(path.parent, manifest.training_step).name:
+        raise CorruptDataError(f"{MANIFEST} is that of step {manifest.training_step}, not of {path.name}")
+    return manifest
+
+
+def find_damage(path: Path, files: list[StoredFile], progress: Progress = lambda _: None) -> str:
+    """What is wrong with files of a checkpoint, in words; empty when all are what was written.
+
+    Raises ``OSError`` where a file may not be read.
+    """
+    found = []
+    for file in files:
+        try:
+            verify_file(path, file, progress)
+        except CorruptDataError as error:
+            found.append(error.message)
+    return "; ".join(found)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename a damaged checkpoint, with the reason beside its files; returns its new place."""
+    target = path.with_name(f"{path.name}{DAMAGED}")
+    for number in range(2, 1000):
+        if not target.exists():
+            break
+        target = path.with_name(f"{path.name}{DAMAGED}-{number}")
+    os.rename(path, target)
+    (target / REASON).write_text(f"{reason}\n")
+    sync_directory(path.parent)
+    return target
+
+
+def reason_of(path: Path) -> str:
+    """Why a checkpoint was set aside."""
+    try:
+        return read_whole(path / REASON)[:4096].decode(errors="replace").strip()
+    except CorruptDataError:
+        return f"{REASON} is missing"
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; one that is only partly removed does not count as one."""
+    doomed = path.with_name(f"{path.name}{REMOVED}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def leftovers(directory: Path) -> Iterator[Path]:
+    """What processes that died have left of saves and removals."""
+    for suffix in (PARTIAL, REMOVED):
+        yield from directory.glob(f"{PREFIX}*{suffix}")

@@ -1,0 +1,228 @@
+"""The manifest of a checkpoint: what it belongs to, its tensors, its files and where each part of a tensor lies.
+
+A manifest is written last and holds the digest of every other file and of itself, so a checkpoint that its manifest
+describes is whole. It is JSON; reading it runs nothing. What is read is checked before it is believed: names stay in
+the directory, places stay in their file, and the parts of a tensor cover it once.
+
+A tensor is cut along its flat elements. ``Part(tensor="weights/w", first=64, count=32, offset_bytes=512)`` in a file says
+that elements 64 to 95 of that tensor, flat, lie from byte 512 on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from services.common.errors import CorruptDataError
+from services.common.weights.digest import algorithm_of, tensor_digest
+
+MANIFEST = "manifest.json"
+MODEL_FILES = "model/"  # how the names of config, tokenizer and generation config begin
+WEIGHTS = "weights/"  # how the names of weights begin
+EXPORTED = "weights/causal_lm."  # of those, the model's own: a value head is the trainer's alone
+RANDOM_STATE = "random_state/"  # then the rank
+
+FORMAT = 1
+# Element type as torch names it: as safetensors names it, and its bytes.
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+# No file of ours begins with a dot, so no name leads out of the directory.
+_FILE_NAME = re.compile(r"(model/([\w-][\w.-]*/){0,3})?[\w-][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A whole tensor, wherever its parts lie."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPES[self.dtype][1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Consecutive elements of a tensor in one file."""
+
+    tensor: str
+    first: int  # of the tensor's elements, flat
+    count: int
+    offset_bytes: int  # in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    name: str  # relative to the checkpoint's directory
+    size_bytes: int
+    digest: str
+    parts: tuple[Part, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [[p.tensor, p.first, p.count, p.offset_bytes] for p in self.parts]
+        return {"name": self.name, "size_bytes": self.size_bytes, "digest": self.digest, "parts": parts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but its bytes."""
+
+    run_id: str
+    policy: str
+    training_step: int
+    num_updates: int
+    num_ranks: int  # that wrote it; any number can read it
+    optimizer: str  # the layout of its state: adamw keeps exp_avg, exp_avg_sq and step of each weight
+    written_at: int  # seconds since 1970
+    tensors: Mapping[str, StoredTensor]
+    files: tuple[StoredFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    def files_for_export(self) -> list[StoredFile]:
+        """The files that an export reads: those with weights, config and tokenizer."""
+        return [
+            file
+            for file in self.files
+            if file.name.startswith(MODEL_FILES) or any(part.tensor.startswith(EXPORTED) for part in file.parts)
+        ]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest's file: its content and the digest of its content.
+
+    >>> empty = Manifest(
+    ...     run_id="r", policy="p", training_step=1, num_updates=1, num_ranks=1, optimizer="adamw", written_at=0,
+    ...     tensors={}, files=(),
+    ... )
+    >>> decode(encode(empty)) == empty
+    True
+    """
+    content = {
+        "format": FORMAT,
+        **{name: getattr(manifest, name) for name in (*_WORDS, *_NUMBERS)},
+        "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in manifest.tensors.items()},
+        "files": [file.to_json() for file in manifest.files],
+    }
+    return orjson.dumps({"content": content, "digest": _digest(content)})
+
+
+def decode(data: bytes) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        CorruptDataError: it is not what was written, or describes no checkpoint.
+    """
+    try:
+        tree = orjson.loads(data)
+        content = tree["content"]
+        if tree["digest"] != _digest(content):
+            raise CorruptDataError(f"{MANIFEST} is not what was written: its digest differs")
+        if content["format"] != FORMAT:
+            raise CorruptDataError(f"{MANIFEST} has format {content['format']!r}; this version reads {FORMAT}")
+        manifest = Manifest(
+            **{name: _typed(content[name], str) for name in _WORDS},
+            **{name: _count(content[name]) for name in _NUMBERS},
+            tensors={name: _tensor(*entry) for name, entry in content["tensors"].items()},
+            files=tuple(file_from_json(entry) for entry in content["files"]),
+        )
+        _check_places(manifest)
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptDataError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
+    return manifest
+
+
+_WORDS = ("run_id", "policy", "optimizer")
+_NUMBERS = ("training_step", "num_updates", "num_ranks", "written_at")
+
+
+def digest_of(data: bytes) -> str:
+    """The digest of a manifest's content, which stands for the whole checkpoint. ``data`` is one that ``decode`` reads."""
+    return str(orjson.loads(data)["digest"])
+
+
+def file_from_json(entry: Mapping[str, Any]) -> StoredFile:
+    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is none."""
+    name = _typed(entry["name"], str)
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise ValueError(f"{name!r} cannot be a file of a checkpoint")
+    digest = _typed(entry["digest"], str)
+    try:
+        algorithm_of(digest)
+    except CorruptDataError as error:
+        raise ValueError(error.message) from None
+    parts = tuple(
+        Part(tensor=_typed(tensor, str), first=_count(first), count=_count(count), offset_bytes=_count(offset))
+        for tensor, first, count, offset in entry["parts"]
+    )
+    return StoredFile(name=name, size_bytes=_count(entry["size_bytes"]), digest=digest, parts=parts)
+
+
+def _check_places(manifest: Manifest) -> None:
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        raise ValueError("a file is named twice")
+    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.tensors}
+    for file in manifest.files:
+        for part in file.parts:
+            end = part.offset_bytes + part.count * manifest.tensors[part.tensor].element_bytes
+            if end > file.size_bytes:
+                raise ValueError(f"{part.tensor} ends at byte {end} of {file.name}, which has {file.size_bytes}")
+            covered[part.tensor].append((part.first, part.count))
+    for name, tensor in manifest.tensors.items():
+        position = 0
+        for first, count in sorted(covered[name]):
+            if first != position:
+                raise ValueError(f"the parts of {name} do not cover it once")
+            position += count
+        if position != tensor.num_elements:
+            raise ValueError(f"the parts of {name} have {position} of its {tensor.num_elements} elements")
+
+
+def _tensor(dtype: Any, shape: Any) -> StoredTensor:
+    if dtype not in DTYPES:
+        raise ValueError(f"no element type {dtype!r}")
+    return StoredTensor(dtype=dtype, shape=tuple(_count(extent) for extent in shape))
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _digest(content: Any) -> str:
+    return tensor_digest(orjson.dumps(content, option=orjson.OPT_SORT_KEYS))

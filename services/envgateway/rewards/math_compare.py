@@ -1,0 +1,132 @@
+"""Whether an answer is the reference answer: Math-Verify, and what is asked before and after it.
+
+Runs in the worker. A decimal that is merely near (``exactness``), an answer of another form and a chain of equations that
+does not hold are wrong although Math-Verify takes them; inequalities for intervals, ``7=x`` for ``x=7`` and ``i`` for a
+root of -1 are right although it does not. A percent sign may be missing on either side, which is Math-Verify's rule:
+50 and 50% are equal, and 50% is 0.5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from services.envgateway.rewards.boxed import last_boxed, num_boxes
+from services.envgateway.rewards.exactness import is_merely_near
+from services.envgateway.rewards.math_forms import Span, equations, intervals, other_form, rewritten
+
+_MOST_SPANS = 4
+_Parsed = list[Any]
+
+
+class MathComparison:
+    """``gold`` and ``answer`` parse; ``wrong`` compares. Anything may be raised on a stranger's formula."""
+
+    def __init__(self) -> None:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+        self._parse, self._verify = parse, verify
+        self._settings = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]  # boxed answers first
+
+    def gold(self, truth: str) -> _Parsed:
+        """Empty when there is nothing to compare with."""
+        truth = rewritten(truth)
+        found = self._parsed(truth) if "$" in truth or "\\boxed" in truth else []
+        return found or self._parsed(f"${truth}$")
+
+    def answer(self, completion: str) -> _Parsed:
+        """Empty when no answer is found."""
+        return self._parsed(rewritten(completion))
+
+    def is_equal(self, gold: _Parsed, answer: _Parsed) -> bool:
+        """By Math-Verify alone."""
+        return bool(self._verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+
+    def wrong(self, truth: str, gold: _Parsed, completion: str, answer: _Parsed) -> str | None:
+        """What is wrong with the answer; empty when it is only another, None when it is right."""
+        wanted, given = _text(gold, truth), _text(answer, completion)
+        if wanted == given:
+            return None
+        if self.is_equal(gold, answer):
+            if is_merely_near(gold, answer):
+                return "near, and not equal"
+            if num_boxes(completion) > 1:  # together a set, by Math-Verify
+                return None
+            return other_form(wanted, given) or self._broken_chain(given) or None
+        if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
+            return None
+        return ""
+
+    def _parsed(self, text: str) -> _Parsed:
+        return list(self._parse(text, self._settings, parsing_timeout=None))
+
+    def _same(self, left: str, right: str) -> bool:
+        if left == right:
+            return True
+        first, second = self._parsed(f"${left}$"), self._parsed(f"${right}$")
+        return bool(first and second) and self.is_equal(first, second) and not is_merely_near(first, second)
+
+    def _broken_chain(self, given: str) -> str:
+        """A number of an equation that is not what the equation ends in, as in 8=7."""
+        for *sides, last in equations(given):
+            end = self._parsed(f"${last}$")
+            for side in sides:
+                found = self._parsed(f"${side}$")
+                if found and _is_number(found[0]) and end and _is_number(end[0]) and not self.is_equal(end, found):
+                    return "an equation that does not hold"
+        return ""
+
+    def _same_turned(self, gold: _Parsed, given: str) -> bool:
+        """7=x for 7, or for x=7."""
+        found = equations(given)
+        if len(found) != 1 or len(found[0]) != 2 or not found[0][1].isalpha() or len(found[0][1]) > 1:
+            return False
+        side, name = found[0]
+        return self.is_equal(gold, self._parsed(f"${name}={side}$"))
+
+    def _same_complex(self, gold: _Parsed, answer: _Parsed) -> bool:
+        """With ``i`` for the root of -1, where one side has the one and the other the other."""
+        import sympy
+
+        if not (_has_i(gold[0]) or _has_i(answer[0])):
+            return False
+        pair = []
+        for found in (gold, answer):
+            value = found[0]
+            named = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"} if hasattr(value, "free_symbols") else {}  # fmt: skip
+            value = value.subs(named) if named else value
+            pair.append(value.doit() if hasattr(value, "doit") else value)
+        if any(getattr(value, "free_symbols", None) for value in pair):
+            return False
+        return self.is_equal([pair[0]], [pair[1]])
+
+    def _same_intervals(self, wanted: str, given: str) -> bool:
+        """Intervals, where one side writes them as inequalities."""
+        left, right = intervals(wanted), intervals(given)
+        if left is None or right is None or not (left[1] or right[1]) or len(left[0]) != len(right[0]):
+            return False
+        if len(left[0]) > _MOST_SPANS:
+            return False
+        return any(
+            all(self._same_span(a, b) for a, b in zip(left[0], order, strict=True))
+            for order in itertools.permutations(right[0])
+        )
+
+    def _same_span(self, a: Span, b: Span) -> bool:
+        if (a.has_low, a.has_high, not a.low, not a.high) != (b.has_low, b.has_high, not b.low, not b.high):
+            return False
+        return self._same(a.low, b.low) and self._same(a.high, b.high)
+
+
+def _text(parsed: _Parsed, source: str) -> str:
+    """The text that was read as the answer."""
+    boxed = last_boxed(source) if num_boxes(source) == 1 else None
+    return boxed or next((part for part in parsed if isinstance(part, str)), source)
+
+
+def _is_number(value: Any) -> bool:
+    return bool(getattr(value, "is_number", False))
+
+
+def _has_i(value: Any) -> bool:
+    return any(symbol.name == "i" for symbol in getattr(value, "free_symbols", ()))

@@ -1,0 +1,230 @@
+r"""How an answer is written, where Math-Verify does not tell: what it holds, chains of equations, intervals, digits.
+
+Math-Verify compares values. It takes ``[7,7]`` for 7, ``8=7`` for 7 and ``\{1,2\}`` for ``(1,2)``, and it does not read
+repeating decimals, ``3.8e27`` or ``1<x<2`` for an interval. Here are the rules on text that correct both ways:
+``rewritten`` before it parses, ``other_form`` after it says yes, ``intervals`` after it says no. Knows no algebra.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+_LARGEST_EXPONENT = 300
+_LONGEST = 2000  # characters of an answer that is looked at here
+_MOST_INTERVALS = 6
+_REPEATING = re.compile(
+    r"(?<![\w.\\])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{\s*(\d+)\s*\}|\\(?:overline|bar)\s*(\d)(?!\d)"
+    r"|\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?)"
+)
+_POWER = re.compile(
+    r"(?<![\w.^}\\])(\d+(?:\.\d+)?)(?:\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d+)\s*\}|(\d)(?!\d))"
+    r"|[eE]([+-]?\d+))(?![\w.])"
+)
+_MIXED = re.compile(r"(?<![\w.^}\\/+*-])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
+_THIN_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:\\,\d{3})+(?!\d)")
+_ENDING_POINT = re.compile(r"(?<=\d)\.(?=\s*[}$])")
+_SPACING = re.compile(r"\\(?:left|right|bigl|bigr|Big|big|displaystyle|,|;|!|:|quad|qquad| )|[$~\s]")
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?!\d)")
+_LABEL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?(?:=|\\in)(?=[\[({\\])")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def rewritten(text: str) -> str:
+    r"""The same with repeating decimals as fractions, powers of ten and ``3.8e27`` as digits, ``3 1/2`` as ``7/2``.
+
+    >>> rewritten(r"0.1\overline{6}"), rewritten(r"3.8 \times 10^{3}"), rewritten("1.5e-3"), rewritten("-3 1/2")
+    ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
+    """
+    text = _THIN_GROUPED.sub(lambda match: match[0].replace("\\,", ""), text)
+    text = _ENDING_POINT.sub("", _REPEATING.sub(_as_fraction, text))
+    text = _POWER.sub(_as_digits, text)
+    return _MIXED.sub(_as_improper, text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    whole, before = match[1] or "0", match[2]
+    repeated = match[3] or match[4] or (match[5] + (match[6] or "") + (match[7] or ""))
+    if len(whole) + len(before) + len(repeated) > _LARGEST_EXPONENT:
+        return match[0]
+    places = 10 ** len(before)
+    value = Fraction(int(whole + before), places) + Fraction(int(repeated), places * (10 ** len(repeated) - 1))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator != 1 else str(value.numerator)
+
+
+def _as_digits(match: re.Match[str]) -> str:
+    exponent = int((match[2] or match[3] or match[4])[:6])
+    if abs(exponent) > _LARGEST_EXPONENT or len(match[1]) > _LARGEST_EXPONENT:
+        return match[0]
+    number = format(Decimal(match[1]).scaleb(exponent), "f")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def _as_improper(match: re.Match[str]) -> str:
+    below = int(match[4][:50])
+    return f"{match[1]}{int(match[2][:50]) * below + int(match[3][:50])}/{below}" if below else match[0]
+
+
+class Form(enum.StrEnum):
+    """What an answer holds, by its brackets."""
+
+    ONE = "one value"
+    LIST = "values"  # 1, 2
+    ORDERED = "a tuple, list or interval"  # (1, 2), [1, 2)
+    SET = "a set"  # \\{1, 2\\}
+
+
+def form_of(text: str) -> Form:
+    r"""
+    >>> [form_of(text).name for text in (r"\frac{1}{2}", "1,000", "1, 2", "x = [7,7]", r"\{1\}", r"(1,2) \cup (3,4)")]
+    ['ONE', 'ONE', 'LIST', 'ORDERED', 'SET', 'ONE']
+    """
+    text = _plain(text)
+    if text.startswith(("\\{", "\\lbrace")):
+        return Form.SET
+    if len(split(text, ",")) > 1:
+        return Form.LIST
+    closes = _closing_place(text)
+    if closes == len(text) - 1 and text[:1] in ("(", "[") and len(split(text[1:-1], ",")) > 1:
+        return Form.ORDERED
+    return Form.ONE
+
+
+def other_form(truth: str, answer: str) -> str:
+    """Why an answer is no answer though its value is right; empty when its form suits."""
+    wanted, given = form_of(truth), form_of(answer)
+    is_one = wanted is Form.ONE and "\\pm" not in truth
+    if is_one and given in (Form.LIST, Form.ORDERED) and intervals(truth) is None:
+        return f"{given} where one value is asked for"
+    if {wanted, given} == {Form.SET, Form.ORDERED}:
+        return f"{given} where {wanted} is asked for"
+    return ""
+
+
+def equations(text: str) -> list[list[str]]:
+    """The sides of every equation of an answer, in order.
+
+    >>> equations("x=4=5"), equations("x=1, y=2"), equations("7"), equations(r"x \\le 7")
+    ([['x', '4', '5']], [['x', '1'], ['y', '2']], [], [])
+    """
+    text = text[:_LONGEST].strip().strip("$").rstrip(".")
+    found = []
+    for part in split(text, ","):
+        if re.search(r"[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|equiv|approx)(?![a-z])", part):
+            continue
+        sides = [side.strip() for side in split(part, "=")]
+        if len(sides) > 1 and all(sides):
+            found.append(sides)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An interval by its text; no bound is infinity."""
+
+    low: str
+    high: str
+    has_low: bool
+    has_high: bool
+
+
+_SIGN = re.compile(r"(\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![A-Za-z])|<=|>=|≤|≥|<|>)")
+_IS_LESS = {"\\leqslant": "<=", "\\leq": "<=", "\\le": "<=", "<=": "<=", "≤": "<=", "\\lt": "<", "<": "<"}
+_IS_MORE = {"\\geqslant": "<=", "\\geq": "<=", "\\ge": "<=", ">=": "<=", "≥": "<=", "\\gt": "<", ">": "<"}
+_PLAIN_SIGNS = {sign: plain for sign, plain in _IS_LESS.items() if sign[0] == "\\"} | {
+    sign: plain.replace("<", ">") for sign, plain in _IS_MORE.items() if sign[0] == "\\"
+}
+_NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?")
+_UNION = re.compile(r"\\cup|∪|\\text\{or\}|\\mathrm\{or\}|\\lor|\\vee|(?<![a-z])or(?![a-z])")
+_INFINITE = re.compile(r"\+?(?:\\infty|∞|\\infin|oo|inf|infinity)")
+
+
+def intervals(text: str) -> tuple[list[Span], bool] | None:
+    r"""An answer as intervals, and whether it is written by inequalities; None when it is none.
+
+    >>> intervals(r"1 < x \le 2")
+    ([Span(low='1', high='2', has_low=False, has_high=True)], True)
+    """
+    parts = _UNION.split(_plain(_SIGN.sub(lambda sign: _PLAIN_SIGNS.get(sign[0], sign[0]), text[:_LONGEST])))
+    spans, by_inequalities = [], False
+    for part in parts[:_MOST_INTERVALS]:
+        span = _bracketed(part)
+        if span is None:
+            span, by_inequalities = _inequality(part), True
+        if span is None:
+            return None
+        spans.append(span)
+    return (spans, by_inequalities) if len(parts) <= _MOST_INTERVALS else None
+
+
+def _bracketed(text: str) -> Span | None:
+    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
+        return None
+    bounds = split(text[1:-1], ",")
+    return _span(bounds[0], bounds[1], text[0] == "[", text[-1] == "]") if len(bounds) == 2 else None
+
+
+def _inequality(text: str) -> Span | None:
+    parts = _SIGN.split(text)
+    sides, signs = parts[::2], parts[1::2]
+    if not signs or len(signs) > 2 or not all(sides):
+        return None
+    if all(sign in _IS_MORE for sign in signs):
+        sides, signs = sides[::-1], signs[::-1]
+        signs = [_IS_MORE[sign] for sign in signs]
+    elif all(sign in _IS_LESS for sign in signs):
+        signs = [_IS_LESS[sign] for sign in signs]
+    else:
+        return None
+    if len(signs) == 2:
+        return _span(sides[0], sides[2], signs[0] == "<=", signs[1] == "<=") if _NAME.fullmatch(sides[1]) else None
+    if _NAME.fullmatch(sides[0]):
+        return _span("-\\infty", sides[1], False, signs[0] == "<=")
+    return _span(sides[0], "\\infty", signs[0] == "<=", False) if _NAME.fullmatch(sides[1]) else None
+
+
+def _span(low: str, high: str, has_low: bool, has_high: bool) -> Span | None:
+    no_low = low[:1] == "-" and _INFINITE.fullmatch(low[1:]) is not None
+    no_high = _INFINITE.fullmatch(high) is not None
+    if (no_low and has_low) or (no_high and has_high):
+        return None
+    return Span("" if no_low else low, "" if no_high else high, has_low, has_high)
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts between separators that stand in no bracket.
+
+    >>> split("f(1,2), [3,4]", ",")
+    ['f(1,2)', ' [3,4]']
+    """
+    parts, depth, begin = [], 0, 0
+    for place, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+        elif character == separator and depth == 0 and text[place - 1 : place] not in ("!", ":", "\\"):
+            parts.append(text[begin:place])
+            begin = place + 1
+    return [*parts, text[begin:]]
+
+
+def _plain(text: str) -> str:
+    """Without spaces, dollars, sizes of brackets, grouping of digits, a label and a full stop."""
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text[:_LONGEST])
+    text = _SPACING.sub("", text).rstrip(".")
+    return _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+
+
+def _closing_place(text: str) -> int:
+    """Where the first bracket is closed, by any closing bracket; -1 when it is not."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in _CLOSING) - (character in ")]}")
+        if depth == 0:
+            return place if place else -1
+    return -1

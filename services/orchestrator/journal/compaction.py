@@ -1,0 +1,105 @@
+"""Rewrites closed segments without the records that are not needed any more.
+
+    closed segment -> needed records, byte for byte, into <segment>.compacting -> sync -> record: these numbers went
+                   -> index forgets the segment -> rename over the old file -> index learns the new one
+
+A crash leaves the old file whole or the new one whole, and an index that lacks the segment, which is then scanned. A
+segment with damage is left as it is: nothing is deleted that was not read. Knows nothing about what records mean.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from services.common.errors import CorruptDataError
+from services.orchestrator.journal.damage import Damage
+from services.orchestrator.journal.files import Files
+from services.orchestrator.journal.frames import checksum_of, header_bytes
+from services.orchestrator.journal.index import Row
+from services.orchestrator.journal.scan import scan
+from services.orchestrator.journal.segments import segment_path
+
+_SUFFIX = ".compacting"
+_WRITE_BYTES = 1024 * 1024
+
+
+def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], files: Files) -> list[tuple[int, int]]:
+    """Write what is kept of a segment beside it; returns the runs of numbers that are left out.
+
+    Raises:
+        CorruptDataError: the segment has damage, and stays as it is.
+        OSError: the disk does not take it; nothing has changed.
+    """
+    source, target = segment_path(directory, kind, segment), _prepared(directory, kind, segment)
+    files.remove(target)
+    left_out: list[int] = []
+    fd = files.create(target)
+    try:
+        with source.open("rb", buffering=0) as segment_file:
+            size = 0
+            for data in _kept(segment_file.fileno(), scan(directory, kind, segment), keep, left_out):
+                files.write(fd, data, size)
+                size += len(data)
+        files.sync(fd)
+    except BaseException:
+        files.remove(target)
+        raise
+    finally:
+        files.close(fd)
+    return runs_of(left_out)
+
+
+def take_place(directory: Path, kind: str, segment: int) -> None:
+    """Put what ``prepare`` wrote in the place of the segment."""
+    os.replace(_prepared(directory, kind, segment), segment_path(directory, kind, segment))
+
+
+def remove_prepared(directory: Path, files: Files) -> None:
+    """Delete what a process wrote that died before it could put it in place."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        files.remove(path)
+
+
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of every run of consecutive numbers.
+
+    >>> runs_of([3, 1, 2, 7])
+    [(1, 3), (7, 7)]
+    """
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def _prepared(directory: Path, kind: str, segment: int) -> Path:
+    path = segment_path(directory, kind, segment)
+    return path.with_name(path.name + _SUFFIX)
+
+
+def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], left_out: list[int]) -> Iterator[bytes]:
+    """The bytes of the records to keep, in large pieces."""
+    waiting: list[bytes] = []
+    num_bytes = 0
+    for row in found:
+        if isinstance(row, Damage):
+            raise CorruptDataError(f"{row}: the segment stays as it is")
+        if row.number not in keep:
+            left_out.append(row.number)
+            continue
+        begin = row.offset - header_bytes(row.key)
+        data = os.pread(fd, row.offset + row.length - begin, begin)
+        if checksum_of(data[row.offset - begin :]) != row.checksum:
+            raise CorruptDataError(f"record {row.number} ({row.kind} {row.key}) is damaged: its segment stays as it is")
+        waiting.append(data)
+        num_bytes += len(data)
+        if num_bytes >= _WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield b"".join(waiting)

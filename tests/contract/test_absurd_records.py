@@ -1,0 +1,195 @@
+"""Absurd records over real gRPC to a real orchestrator: each is refused with its reason, and the run trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import pytest
+
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from services.common.pb import pool_pb2, pool_pb2_grpc, trajectory_pb2
+from services.common.refusals import RefusalReason as Reason
+from services.common.rpc.channel import channel
+from services.common.serde_refusals import refusal_reason_from_proto, refusal_reason_to_proto
+from tests.contract.absurd import ABSURD, CONTEXT, NEW_TOKENS, VOCABULARY, good
+from tests.integration.orchestrator.conftest import Orchestrator
+
+Request = pool_pb2.StreamTrajectoriesRequest
+INVALID, REFUSED = pool_pb2.RECORD_OUTCOME_INVALID, pool_pb2.RECORD_OUTCOME_REFUSED
+PATIENCE_S = 60.0
+
+
+class Playing(ScriptedReplica):
+    """Takes orders and answers them only when it is told to."""
+
+    def __init__(self, address: str, replica_id: str = "a") -> None:
+        super().__init__(address, replica_id=replica_id, num_slots=256, rollouts=Rollouts(latency_s=10_000.0))
+
+    def slots(self) -> list[tuple[str, int]]:
+        return [(order.task_group_id, index) for order in self.orders for index in order.indices]
+
+    async def until_slots(self, number: int) -> list[tuple[str, int]]:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(found := self.slots()) < number:
+                await asyncio.sleep(0.02)
+        return found
+
+    def request(self, record: trajectory_pb2.Trajectory | trajectory_pb2.RolloutFailure) -> Request:
+        made = Request(replica_id=self.replica_id, incarnation=self.incarnation)
+        if isinstance(record, trajectory_pb2.Trajectory):
+            made.trajectory.CopyFrom(record)
+        else:
+            made.failure.CopyFrom(record)
+        return made
+
+
+async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.RecordAck]:
+    """On a stream of their own; the acknowledgements, in order."""
+    listed = list(requests)
+
+    async def numbered() -> AsyncIterator[Request]:
+        for number, request in enumerate(listed, start=1):
+            request.record_number = number
+            yield request
+        await done.wait()
+
+    done, acks = asyncio.Event(), []
+    async with asyncio.timeout(PATIENCE_S), channel(address) as connection:
+        async for response in pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories(numbered()):
+            acks += response.acks
+            if len(acks) == len(listed):
+                done.set()
+                break
+    return acks
+
+
+def reasons(acks: Iterable[pool_pb2.RecordAck]) -> list[Reason | None]:
+    return [refusal_reason_from_proto(ack.reason) for ack in acks]
+
+
+@pytest.fixture
+async def orchestrator(tmp_path: Path) -> AsyncIterator[Orchestrator]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    made = Orchestrator(
+        tmp_path / "run",
+        policies__model0__model={"path": str(model), "context_length": CONTEXT},
+        policies__model0__batch={"size": 16, "max_staleness": 8, "minibatches": 2},
+        sampling__max_new_tokens=NEW_TOKENS,
+        evaluation__at_start=False,
+        evaluation__at_end=False,
+    )
+    await made.start()
+    yield made
+    made.close()
+
+
+async def trains_on(orchestrator: Orchestrator, trainer: ScriptedTrainer, first_step: int) -> None:
+    """A replica that plays well: a batch, a version; the orchestrator is killed and started again; another batch."""
+    rollouts = Rollouts(num_tokens=8)
+    rollouts._pieces = (bytes(32), rollouts._pieces[1])
+    replica = ScriptedReplica(orchestrator.address, replica_id="a", num_slots=64, rollouts=rollouts)
+    replica.held = {
+        "model0": type(replica.held["model0"])(
+            policy="model0", number=first_step - 1, digest=f"xxh3-128:model0-{first_step - 1}"
+        )
+    }
+    replica.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await trainer.train([first_step])
+            await orchestrator.restart()
+            await trainer.train([first_step + 1])
+    finally:
+        await replica.close()
+    assert all(len(trainer.pulled[step].sequences) >= 16 for step in (first_step, first_step + 1))
+
+
+async def test_every_absurd_record_is_refused_with_its_reason_and_the_run_trains_on(orchestrator: Orchestrator) -> None:
+    assert len(ABSURD) >= 30
+    trainer = ScriptedTrainer(orchestrator.address)
+    replica = Playing(orchestrator.address)
+    replica.start()
+    try:
+        await trainer.join()
+        await trainer.publish(0)
+        slots = await replica.until_slots(len(ABSURD))
+        requests = []
+        for (edit, _), (group, index) in zip(ABSURD.values(), slots, strict=False):
+            record = good(group, index)
+            edit(record)
+            requests.append(replica.request(record))
+        acks = await send(orchestrator.address, requests)
+        told = dict(zip(ABSURD, reasons(acks), strict=True))
+        assert told == {name: reason for name, (_, reason) in ABSURD.items()}
+        assert {ack.outcome for ack in acks} == {INVALID}
+        assert all(0 < len(ack.detail) <= 512 for ack in acks)
+        counters = (await orchestrator.progress()).counters
+        counted = Counter(f"refused_{reason.value}" for _, reason in ABSURD.values())
+        assert {name: counters[name] for name in counted} == counted
+        assert counters["records_invalid"] == counters["failures_invalid_record"] == len(ABSURD)
+        await replica.close()
+        await trains_on(orchestrator, trainer, first_step=1)
+    finally:
+        await replica.close()
+        await trainer.close()
+
+
+async def test_strangers_are_refused_and_who_was_given_a_slot_before_is_not(orchestrator: Orchestrator) -> None:
+    trainer = ScriptedTrainer(orchestrator.address)
+    owner, other = Playing(orchestrator.address, "owner"), Playing(orchestrator.address, "other")
+    owner.start()
+    try:
+        await trainer.join()
+        await trainer.publish(0)
+        (group, index), (_, second), *_ = await owner.until_slots(8)
+        other.start()  # joined, and given nothing: the quota is with the first one
+        await orchestrator.until(lambda now: len(now.replicas) == 2)
+        record = good(group, index)
+        stranger = Request(replica_id="stranger", incarnation="x", trajectory=record)
+        wrong = Request(replica_id="owner", incarnation=uuid.uuid4().hex, trajectory=record)
+        nameless = Request(trajectory=record)
+        foreign = other.request(record)
+        failing = Request(
+            replica_id="stranger",
+            incarnation="x",
+            failure=trajectory_pb2.RolloutFailure(task_group_id=group, index=index),
+        )
+        nowhere = Request(replica_id="stranger", incarnation="x", trajectory=good("nothing-1", 0))
+        huge = owner.request(good(f"{group.rpartition('-')[0]}-{'9' * 6000}", 0))
+        acks = await send(orchestrator.address, [stranger, wrong, nameless, foreign, failing, nowhere, huge])
+        assert [ack.outcome for ack in acks] == [REFUSED] * 6 + [pool_pb2.RECORD_OUTCOME_UNKNOWN]
+        member, owns = Reason.NOT_A_MEMBER, Reason.NOT_THE_OWNER
+        assert reasons(acks) == [member, member, member, owns, member, member, None]
+        # A new process of the replica takes the old one's lease; what the old one was given is still taken of it.
+        again = Playing(orchestrator.address, "owner")
+        again.start()
+        try:
+            await again.until_slots(8)
+            assert [a.outcome for a in await send(orchestrator.address, [owner.request(record)])] == [
+                pool_pb2.RECORD_OUTCOME_ACCEPTED
+            ]
+            counters = (await orchestrator.progress()).counters
+            assert counters["refused_not_the_owner"] == 1 and counters["refused_not_a_member"] == 5
+            await orchestrator.restart()  # whom it was given to stands in the journal
+            taken = await send(orchestrator.address, [owner.request(good(group, second)), stranger])
+            assert taken[0].outcome == pool_pb2.RECORD_OUTCOME_ACCEPTED
+            assert taken[1].outcome == REFUSED
+        finally:
+            await again.close()
+    finally:
+        await owner.close()
+        await other.close()
+        await trainer.close()
+
+
+def test_every_reason_has_a_number_on_the_wire_and_back() -> None:
+    assert [refusal_reason_from_proto(refusal_reason_to_proto(reason)) for reason in Reason] == list(Reason)
+    assert len(pool_pb2.RefusalReason.values()) == len(Reason) + 1
+    assert refusal_reason_from_proto(0) is refusal_reason_from_proto(9999) is None

@@ -1,0 +1,121 @@
+"""No file and no socket is read in a way that runs what somebody wrote into it: the source of every service is looked at.
+
+Calls are found in the syntax tree. What is allowed is named below, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACES = ("services", "recipes", "deploy", "protos")
+
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "torch.distributed.checkpoint",
+}
+# Sockets of multiprocessing unpickle what they receive; its pools and queues are not used by services either.
+FORBIDDEN_MODULES |= {"multiprocessing", "concurrent.futures.process", "torch.multiprocessing"}
+FORBIDDEN_CALLS = {
+    "torch.load", "numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+    "dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object", "dist.scatter_object_list",
+    "dist.recv_object_list",
+}  # fmt: skip
+FORBIDDEN_METHODS = {
+    "recv_pyobj",
+    "send_pyobj",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+}
+FORBIDDEN_ARGUMENTS = {"allow_pickle": True, "trust_remote_code": True, "weights_only": False, "use_safetensors": False}
+
+
+def sources() -> list[Path]:
+    return sorted(path for place in PLACES for path in (ROOT / place).rglob("*.py"))
+
+
+def findings(tree: ast.AST) -> Iterator[str]:
+    """What in a file could run what it reads, with the line."""
+    for node in ast.walk(tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for module in modules:
+            if any(module == bad or module.startswith(f"{bad}.") for bad in FORBIDDEN_MODULES):
+                yield f"{node.lineno}: imports {module}"  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in FORBIDDEN_CALLS or called.rpartition(".")[2] in FORBIDDEN_METHODS:
+                yield f"{node.lineno}: calls {called}"
+            loads = called.startswith("AutoModel") and called.endswith("from_pretrained")
+            if loads and "use_safetensors" not in {keyword.arg for keyword in node.keywords}:
+                yield f"{node.lineno}: calls {called} without use_safetensors=True"
+            for keyword in node.keywords:
+                wanted = FORBIDDEN_ARGUMENTS.get(keyword.arg or "")
+                if wanted is not None and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is not wanted
+                ):
+                    yield f"{node.lineno}: passes {keyword.arg}={ast.unparse(keyword.value)}"
+
+
+def test_no_service_reads_what_could_run_code() -> None:
+    found = {
+        str(path.relative_to(ROOT)): told for path in sources() if (told := list(findings(ast.parse(path.read_text()))))
+    }
+    assert found == {}
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(sources()) > 400
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads as read",
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed import checkpoint",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "numpy.load(path)",
+        "socket.recv_pyobj()",
+        "torch.distributed.all_gather_object(out, value)",
+        "AutoModel.from_pretrained(path, trust_remote_code=flag)",
+        "from multiprocessing.connection import Listener",
+        "yaml.load(text)",
+        "AutoModelForCausalLM.from_pretrained(path)",
+        "AutoModelForCausalLM.from_pretrained(path, weights_only=False)",
+    ],
+)
+def test_the_search_finds(line: str) -> None:
+    assert list(findings(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "json.load(file)",
+        "yaml.safe_load(text)",
+        "from_pretrained(path, trust_remote_code=False)",
+        "checkpoints.load(2, model)",
+    ],
+)
+def test_the_search_leaves_alone(line: str) -> None:
+    assert not list(findings(ast.parse(line)))

@@ -1,0 +1,156 @@
+"""What a program's bytes, memory and files cause is its own: no other try, no message to the next program, at every tier."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from services.common.errors import SandboxRefusedError
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests, Verdict
+from services.envgateway.sandbox.pool import SandboxPool
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
+from services.envgateway.sandbox.records import ExecutionStatus as S
+from tests import needs
+
+from .cases.containment import CASES
+from .cases.model import CONFIG, HONEST, Bad, World, open_world
+from .sandbox_state import assert_clean
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# U and 0 are for other users than root, who has 2 and 1
+_TIERS = ["2", "1"] if os.getuid() == 0 else ["U", "0"]
+_QUICK = {
+    "tests-garbage", "tests-half-a-frame", "tests-nested", "call-nested", "call-wrong-tags", "tests-closed", "tests-killed",
+    "tests-a-child-writes", "read-by-name", "read", "says-failed", "shut", "memfd", "secret", "named", "system-v",
+    "beside-the-work-dir", "the-gateway", "locks",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with open_world() as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=_TIERS)
+async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[SandboxPool]:
+    """One slot for programs, so that the next program is where the last one was."""
+    tier = request.param
+    config = CONFIG.model_copy(update={"tier": tier, "allow_tier_0": True, "num_slots": 1})
+    try:
+        started = SandboxPool.start_before_threads(config)
+    except SandboxRefusedError as refusal:
+        needs.unmet(f"sandbox tier {tier}", refusal.message)
+    yield started
+    await started.close()
+
+
+async def _gets_its_verdict(pool: SandboxPool, world: World, case: Bad) -> None:
+    limits = [resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE), os.sched_getaffinity(0)]
+    result = await Judge(pool).judge(case.request_in(world))
+    assert case.wrong(result) == ""
+    assert (await Judge(pool).judge(HONEST)).verdict is Verdict.OK
+    assert pool.counts["restarts"] == 0
+    assert [resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE), os.sched_getaffinity(0)] == limits
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in _QUICK], ids=str)
+async def test_what_a_program_causes_is_its_own(pool: SandboxPool, world: World, case: Bad) -> None:
+    await _gets_its_verdict(pool, world, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", _TIERS[-1:], indirect=True)  # benchmarks/judge_hostile.py has all at every tier
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in _QUICK], ids=str)
+async def test_whatever_a_program_causes_is_its_own(pool: SandboxPool, world: World, case: Bad) -> None:
+    await _gets_its_verdict(pool, world, case)
+
+
+_CHANNELS = {
+    "file-beside": ("open('../leak', 'w').write('7')", "open('../leak').read() == '7'"),
+    "file-beside-in-a-folder": ("os.makedirs('../a/b'); open('../a/b/c', 'w').write('7')", "os.path.exists('../a/b/c')"),
+    "other-work-dir": ("os.rename('../work', '../old'); os.mkdir('../work')", "os.path.exists('../old')"),
+    "in-the-way": ("[os.makedirs(f'../.old-{i}/x') for i in range(9)]", "len(os.listdir('..')) > 1"),
+    "times": ("os.utime('.', (7, 7))", "os.stat('.').st_mtime == 7"),
+    "mode": ("fd = os.open('.', 0); os.fchmod(fd, 0o1707)", "os.stat('.').st_mode & 0o7777 == 0o1707"),
+    "attribute": ("os.setxattr(os.open('.', 0), 'user.x', b'7')", "os.getxattr('.', 'user.x') == b'7'"),
+    "attribute-above": ("os.setxattr(os.open('..', 0), 'user.x', b'7')", "os.getxattr('..', 'user.x') == b'7'"),
+    "mode-above": ("os.fchmod(os.open('..', 0), 0o777)", "os.stat('..').st_mode & 0o777 == 0o777"),
+    "tmp": ("open('/tmp/millrace-leak', 'w').write('7')", "os.path.exists('/tmp/millrace-leak')"),
+    "var-tmp": ("open('/var/tmp/millrace-leak', 'w').write('7')", "os.path.exists('/var/tmp/millrace-leak')"),
+    "shared-memory": ("open('/dev/shm/millrace-leak', 'w').write('7')", "os.path.exists('/dev/shm/millrace-leak')"),
+    "system-v": ("assert libc.shmget(7777, 4096, 0o1666) >= 0", "libc.shmget(7777, 4096, 0) >= 0"),
+    "semaphores": ("assert libc.semget(7777, 1, 0o1666) >= 0", "libc.semget(7777, 1, 0) >= 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("channel", _CHANNELS)
+async def test_a_program_leaves_the_next_no_message(pool: SandboxPool, channel: str) -> None:
+    write, read = _CHANNELS[channel]
+    head = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+    writer = f"{head}try:\n    {write}\nexcept (OSError, AssertionError): pass\n"
+    reader = f"{head}try:\n    print({read})\nexcept OSError: print(False)\n"
+    limits = ExecutionLimits(wall_s=3.0)
+    await pool.run(ExecutionRequest(code=writer, limits=limits))
+    result = await pool.run(ExecutionRequest(code=reader, limits=limits))
+    assert (result.status, result.stdout) == (S.OK, b"False\n"), result.stderr
+    await assert_clean(pool)
+
+
+async def test_files_beside_the_work_dir_count_for_the_quota(pool: SandboxPool) -> None:
+    code = """
+import os, time
+for where in ("..", "../x", "."):
+    try:
+        os.makedirs(where, exist_ok=True)
+        for i in range(20):
+            open(f"{where}/f{i}", "wb").write(b"x" * (1 << 19))
+    except OSError as error:
+        pass
+time.sleep(.5)
+print(sum(os.path.getsize(os.path.join(d, f)) for d, _, fs in os.walk("..") for f in fs) > 4 << 20)
+"""
+    result = await pool.run(ExecutionRequest(code=code, limits=ExecutionLimits(wall_s=5.0)))
+    assert b"True" not in result.stdout
+    await assert_clean(pool)
+
+
+async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 0.6}))
+    cases = StdinTests(cases=tuple(StdinCase(stdin="", expected="1") for _ in range(130)))
+    slow = JudgeRequest(code="import time\ntime.sleep(60)", tests=cases, limits=ExecutionLimits(wall_s=0.25))
+    honest = replace(slow, code="import time\ntime.sleep(.2)\nprint(1)")
+    for request in (slow, honest):
+        result = await Judge(pool).judge(request)
+        assert result.verdict is Verdict.TIME_LIMIT and len(result.cases) == result.num_cases == 130
+        assert "judging_time_s" in result.cases[-1].detail
+    assert 2 <= sum(case.verdict is Verdict.OK for case in result.cases) <= 5
+    early = await Judge(pool).judge(replace(honest, stop_early=True))
+    assert early.verdict is Verdict.TIME_LIMIT and len(early.cases) <= 6
+
+
+async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) -> None:
+    if not pool.gauges["sandbox_memory_cgroup"]:
+        needs.unmet("a memory cgroup", "programs are watched here, and shared mappings refused")
+    code = "import mmap, time\nm = mmap.mmap(-1, 90 << 20)\ntime.sleep(.1)\nfor i in range(90):\n    m[i << 20:(i + 1) << 20] = b'x' * (1 << 20)\n    m.madvise(mmap.MADV_DONTNEED, i << 20, 1 << 20)\ntime.sleep(.1)"
+    result = await pool.run(ExecutionRequest(code=code, limits=ExecutionLimits(wall_s=5.0)))
+    assert result.status is S.OK and 80 << 20 < result.peak_memory_bytes < 150 << 20
+
+
+async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World) -> None:
+    config = CONFIG.model_copy(update={"memory_cgroup": False, "num_slots": 1, "allow_tier_0": os.getuid() != 0})
+    watched = SandboxPool.start_before_threads(config)
+    try:
+        assert watched.gauges["sandbox_memory_cgroup"] == 0
+        for case in (c for c in CASES if c.number == 56 and c.name in ("shared", "many-small", "zeros", "memfd")):
+            result = await Judge(watched).judge(case.request_in(world))
+            assert case.wrong(result) == ""
+    finally:
+        await watched.close()

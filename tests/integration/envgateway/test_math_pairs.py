@@ -1,0 +1,65 @@
+"""Written answers by class, each against its reference answer: no false verdict in any class."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from services.common.config.envgateway import MathRewardConfig
+from services.envgateway.rewards.math import MathReward
+from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.result import RewardOutcome
+
+from .math_pairs import pairs
+
+HOSTILE = [
+    "1" + "=1" * 20_000,
+    "0." + r"\overline{" * 5000,
+    r"\overline{" + "9" * 50_000 + "}",
+    "0." + "1" * 40_000 + r"\overline{3}",
+    "1e" + "9" * 5000,
+    "9" * 5000 + r"\times 10^{99999999}",
+    "3.8e999999999",
+    "1 1/" + "0" * 5000,
+    "x<" * 5000 + "3",
+    r"(1,2)\cup" * 3000 + "(3,4)",
+    "(" * 20_000 + "7" + ")" * 20_000,
+    r"\sqrt{" * 2000 + "-1" + "}" * 2000,
+    "i" * 5000,
+]
+
+
+async def test_every_class_of_written_answers_gets_its_verdict() -> None:
+    pool = MathPool(MathRewardConfig(num_workers=1, timeout_s=5.0))
+    reward = MathReward(pool)
+    try:
+        table = list(pairs())
+        results = await asyncio.gather(
+            *(reward({"answer": p.truth}, f"So it is $\\boxed{{{p.answer}}}$.") for p in table)
+        )
+        twice = await reward({"answer": "7"}, r"so \boxed{7}. Checked: \boxed{7}")
+        either = await reward({"answer": "7"}, r"so \boxed{8} or \boxed{7}")
+    finally:
+        await pool.close()
+    assert (twice.outcome, either.outcome) == (RewardOutcome.CORRECT, RewardOutcome.WRONG)
+    told = [
+        (p.kind, p.truth, p.answer, result.outcome.value)
+        for p, result in zip(table, results, strict=True)
+        if (result.outcome is RewardOutcome.CORRECT) is not p.right or result.outcome is RewardOutcome.GRADER_FAILED
+    ]
+    assert told == []
+    assert len(table) >= 245 and min(Counter(p.kind for p in table).values()) >= 6
+
+
+@pytest.mark.slow
+async def test_an_answer_that_is_hard_to_read_is_worth_0_and_never_drawn_again() -> None:
+    pool = MathPool(MathRewardConfig(num_workers=2, timeout_s=1.0))
+    try:
+        results = await asyncio.gather(*(pool.grade("7", f"\\boxed{{{answer}}}") for answer in HOSTILE))
+        told = {answer[:12]: result.outcome.value for answer, result in zip(HOSTILE, results, strict=True)}
+        assert set(told.values()) <= {"wrong", "unparsed"}, told
+        assert (await pool.grade("7", "\\boxed{7.0}")).outcome is RewardOutcome.CORRECT
+    finally:
+        await pool.close()

@@ -1,0 +1,149 @@
+"""A hostile site and a real browser that visits it. The browser's names lead here, and after a while to a target's port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.needs import installed
+
+PAGE = (Path(__file__).parents[1] / "data" / "hostile_page.html").read_text()
+VISIT_S = 120.0  # on a busy machine; a visit takes a few seconds
+_END_S = 10.0
+_HEAD_ENDS = b"\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server: what is posted where, with ATTACK in it for the name of the attempt, and what is asked for with GET."""
+
+    name: str
+    port: int
+    path: str
+    bodies: dict[str, Any]
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a page tried, and what it read of answers that were not its own."""
+
+    tried: tuple[str, ...]
+    read: tuple[str, ...]
+
+
+async def visit(targets: Sequence[Target]) -> Report:
+    """Let a browser visit the page until that has tried everything. Raises ``TimeoutError``."""
+    async with _site(targets) as (site, rules), _browser(rules, "http://evil.test/"):
+        async with asyncio.timeout(VISIT_S):
+            return await site.report
+
+
+class _Site:
+    """Answers with the page; what the page asks for under ``NAME.rebound.test`` is led to the target."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self.report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(_HEAD_ENDS)
+            if head.startswith(b"POST /report"):
+                sizes = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+                said = json.loads(await reader.readexactly(int(sizes[0].partition(b":")[2])))
+                if not self.report.done():
+                    self.report.set_result(Report(tried=tuple(said["tried"]), read=tuple(said["read"])))
+            await self._show(writer)
+        writer.close()
+
+    async def _show(self, writer: asyncio.StreamWriter, rebound: str = "") -> None:
+        config = {"targets": [asdict(target) for target in self.targets], "rebound": rebound}
+        page = PAGE.replace("/*CONFIG*/ null", json.dumps(config)).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nConnection: close\r\n")
+        writer.write(f"Content-Length: {len(page)}\r\n\r\n".encode() + page)
+        await writer.drain()
+
+    def forwarder(self, target: Target) -> Any:
+        """A name's address: the site for the page itself, and the target for all that the page then asks for."""
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                head = await reader.readuntil(_HEAD_ENDS)  # browsers open connections that they may not need
+                if head.startswith(b"GET / "):
+                    await self._show(writer, rebound=target.name)
+                else:
+                    there = await asyncio.open_connection("127.0.0.1", target.port)
+                    there[1].write(head)
+                    await asyncio.gather(_pipe(reader, there[1]), _pipe(there[0], writer))
+            writer.close()
+
+        return forward
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def _site(targets: Sequence[Target]) -> AsyncIterator[tuple[_Site, str]]:
+    """The site, and the rules by which a browser resolves its names."""
+    site = _Site(targets)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def serve(handler: Any) -> int:
+            server = await asyncio.start_server(handler, "127.0.0.1", 0)
+            stack.callback(server.close)
+            port: int = server.sockets[0].getsockname()[1]
+            return port
+
+        rules = [f"MAP evil.test 127.0.0.1:{await serve(site.answer)}"]
+        for target in targets:
+            rules.append(f"MAP {target.name}.rebound.test 127.0.0.1:{await serve(site.forwarder(target))}")
+        rules += ["EXCLUDE localhost", "EXCLUDE 127.0.0.1", "MAP * ~NOTFOUND"]
+        yield site, ",".join(rules)
+
+
+@asynccontextmanager
+async def _browser(rules: str, url: str) -> AsyncIterator[None]:
+    program = installed("chromium")
+    assert program is not None
+    with tempfile.TemporaryDirectory(prefix="millrace-browser-", ignore_cleanup_errors=True) as profile:
+        process = await asyncio.create_subprocess_exec(
+            program,
+            "--headless=new",
+            "--no-sandbox",  # tests run as root; the page is ours
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-features=HttpsUpgrades",
+            f"--user-data-dir={profile}",
+            f"--host-resolver-rules={rules}",
+            url,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            async with asyncio.timeout(_END_S):
+                await process.wait()

@@ -1,0 +1,138 @@
+"""A page of another site in a real browser runs nothing and reads nothing here, though a server without the checks obeys it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from services.common.config.envgateway import HttpConfig
+from services.common.config.environments import ServedTaskConfig
+from services.common.http import listener, origin
+from services.common.prometheus.exposition import MetricsServer
+from services.envgateway.http.schema import Outcome, Submission
+from services.envgateway.http.server import HttpServer
+from tests import needs
+from tests.contract.test_http_doors import _status
+from tests.integration.envgateway.taskserver.scripted import task_server
+from tests.integration.hostile_page import Report, Target, visit
+from tests.integration.inference.endpoint_peers import serving
+
+pytestmark = pytest.mark.slow
+
+WAYS = ("text", "form type", "credentials", "no type", "form text plain", "beacon", "opaque")
+"""Of sending a program that a server without checks obeys."""
+
+
+class _Python:
+    """Runs submissions as what they are: programs. Those here leave a file behind."""
+
+    async def run(self, submission: Submission, *_: object) -> Outcome:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", submission.solution)
+        return Outcome(run_success=await process.wait() == 0, success=True, stdout="a secret")
+
+
+@asynccontextmanager
+async def servers(folder: Path) -> AsyncIterator[tuple[list[Target], Any]]:
+    """Judge, task server, endpoint and metrics, and the task server's conversations."""
+    submissions: Any = _Python()
+    judge = HttpServer(HttpConfig(port=0), "127.0.0.1", _NoQueue(), submissions)  # type: ignore[arg-type]
+    metrics = MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
+    await judge.start()
+    metrics_port = await metrics.start()
+    # The name of an attempt may have a slash, which no file has.
+    program = f"import os; os.close(os.open({str(folder)!r} + '/' + 'ATTACK'.replace('/', ' '), os.O_CREAT))"
+    async with (
+        task_server({"orders": ServedTaskConfig(environment="orders", concurrency=64, end=5)}) as tasks,
+        serving() as endpoint,
+    ):
+        yield [
+            Target(name="judge", port=judge.port, path="/run", reads=("/status",),
+                   bodies={"type": "python", "solution": program}),
+            Target(name="tasks", port=tasks.server.port, path="/api/start_sample", reads=("/api/list_sessions",),
+                   bodies={"name": "orders", "index": 0}),
+            Target(name="endpoint", port=int(endpoint.base_url.rpartition(":")[2].partition("/")[0]),
+                   path="/v1/chat/completions", bodies={"messages": []}, reads=("/v1/models",)),
+            Target(name="metrics", port=metrics_port, path="/metrics", bodies={}, reads=("/metrics",)),
+        ], tasks.server.conversations  # fmt: skip
+    await judge.stop()
+    await metrics.stop()
+
+
+class _NoQueue:
+    num_waiting, num_slots = 7, 3
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that came through to a route's handler."""
+    found: list[str] = []
+    inner = listener.rate_limited  # behind the checks
+
+    def watched() -> Any:
+        limited = inner()
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: origin.Handler) -> web.StreamResponse:
+            found.append(f"{request.method} {request.path}")
+            return await limited(request, handler)  # type: ignore[no-any-return]
+
+        return middleware
+
+    monkeypatch.setattr(listener, "rate_limited", watched)
+    return found
+
+
+@pytest.fixture
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: object) -> Any:
+        @web.middleware
+        async def middleware(request: web.Request, handler: origin.Handler) -> web.StreamResponse:
+            return await handler(request)
+
+        return middleware
+
+    async def as_it_is(request: web.BaseRequest, answer: web.StreamResponse) -> None:
+        """Adds no header."""
+
+    monkeypatch.setattr(listener, "for_programs", nothing)
+    monkeypatch.setattr(listener, "closed_to_pages", as_it_is)
+    return
+
+
+async def play(folder: Path) -> tuple[Report, set[str], int]:
+    """What the page reports, which programs left their file, and how many conversations began."""
+    needs.check("chromium")
+    async with servers(folder) as (targets, conversations):
+        report = await visit(targets)
+        await asyncio.sleep(0.3)  # a beacon may come last
+        begun = len(list(conversations.all))
+    return report, {path.name for path in folder.iterdir()}, begun
+
+
+async def test_a_page_of_another_site_runs_nothing_and_reads_nothing(tmp_path: Path, reached: list[str]) -> None:
+    report, ran, begun = await play(tmp_path)
+    assert len(report.tried) > 100, "the page has tried everything"
+    assert ran == set() and begun == 0 and report.read == ()
+    assert not [each for each in reached if each.startswith("POST")]
+    assert reached == [], "not even what is only read"
+
+
+async def test_the_same_page_is_obeyed_by_servers_without_the_checks(
+    tmp_path: Path, reached: list[str], without_checks: None
+) -> None:
+    report, ran, begun = await play(tmp_path)
+    wanted = {f"judge {host} {way}" for host in ("127.0.0.1", "localhost") for way in WAYS}
+    wanted |= {f"judge rebound {way}" for way in ("json", "text")}
+    assert wanted <= ran, sorted(wanted - ran)
+    assert begun > 0
+    read = json.dumps(report.read)
+    for what in ("judge rebound json", "a secret", "judge rebound get /status", "metrics rebound get /metrics"):
+        assert what in read

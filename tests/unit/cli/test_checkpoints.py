@@ -1,0 +1,200 @@
+"""``millrace checkpoints`` and ``millrace export``: what they tell of whole, damaged and unreplayable checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from services.cli.__main__ import app
+from services.cli.checkpoints.replayable import Recorded
+from services.common.checkpoints.directory import path_of, set_aside
+from services.common.checkpoints.files import Piece, write_bytes, write_safetensors
+from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredTensor, encode
+from services.common.config.loading import RESOLVED
+from services.common.errors import ConfigError, CorruptDataError
+from services.common.types import WeightVersion
+from services.orchestrator.journal import records
+from services.orchestrator.journal.writer import Journal
+
+WEIGHT = "weights/causal_lm.w"
+
+
+def write_checkpoint(run_dir: Path, policy: str, step: int, num_ranks: int = 2) -> Path:
+    """A checkpoint of one weight, as ``num_ranks`` ranks write it."""
+    path = path_of(run_dir / "checkpoints" / policy, step)
+    (path / "model").mkdir(parents=True)
+    files = [write_bytes(path / "model" / "config.json", "model/config.json", b'{"dtype": "bfloat16"}')]
+    for rank in range(num_ranks):
+        for kind, tensor in (("weights", WEIGHT), ("optimizer", "exp_avg/causal_lm.w")):
+            name = f"{kind}_{rank:05d}.safetensors"
+            piece = Piece(
+                tensor=tensor,
+                dtype="float32",
+                shape=(4,),
+                first=4 * rank,
+                count=4,
+                data=lambda: [memoryview(bytes(16))],
+            )
+            files.append(write_safetensors(path / name, name, [piece], {}))
+    whole = StoredTensor(dtype="float32", shape=(4 * num_ranks,))
+    manifest = Manifest(
+        run_id="r", policy=policy, training_step=step, num_updates=step, num_ranks=num_ranks, optimizer="adamw",
+        written_at=1_700_000_000, tensors={WEIGHT: whole, "exp_avg/causal_lm.w": whole}, files=tuple(files),
+    )  # fmt: skip
+    write_bytes(path / MANIFEST, MANIFEST, encode(manifest))
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with two checkpoints, whose journal knows versions up to 5 and no batches."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / RESOLVED).write_text("{}")
+
+    async def journal() -> None:
+        written = Journal(directory / "journal")
+        written.start()
+        for number in range(6):
+            version = WeightVersion(policy="model0", number=number, digest=f"xxh3-128:{number:032d}")
+            await written.append(
+                records.VERSION, f"model0/{number}", lambda version=version: records.version_to_json(version, 0, {})
+            )
+        await written.close()
+
+    asyncio.run(journal())
+    for step in (4, 5):
+        write_checkpoint(directory, "model0", step)
+    return directory
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def listed(run_dir: Path, *options: str) -> tuple[int, dict[str, dict[str, object]]]:
+    result = invoke("checkpoints", run_dir, "--json", *options)
+    found = json.loads(result.stdout[result.stdout.index("{\n") :])["checkpoints"]
+    return result.exit_code, {Path(each["path"]).name: each for each in found}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_whole_checkpoints_are_listed_with_what_the_journal_still_has(run_dir: Path) -> None:
+    code, found = listed(run_dir)
+    assert code == 0 and list(found) == ["step_000004", "step_000005"]
+    assert found["step_000004"]["replay"] == "no: the batch of step 5 is gone"
+    assert found["step_000005"]["replay"] == "yes: 0 steps"
+    assert found["step_000005"]["state"] == "sizes agree" and found["step_000005"]["num_ranks"] == 2
+    code, found = listed(run_dir, "--verify")
+    assert code == 0 and {each["state"] for each in found.values()} == {"verified"}
+    text = invoke("checkpoints", run_dir).output
+    assert "model0" in text and "--verify reads every byte" in text
+
+
+@pytest.mark.parametrize("file", ["weights_00001.safetensors", "optimizer_00000.safetensors", "model/config.json"])
+def test_verify_finds_a_flipped_bit_that_sizes_do_not_show(run_dir: Path, file: str) -> None:
+    flip(run_dir / "checkpoints" / "model0" / "step_000005" / file)
+    assert listed(run_dir)[0] == 0
+    code, found = listed(run_dir, "--verify")
+    assert code == 1 and found["step_000005"]["damaged"] and not found["step_000004"]["damaged"]
+    assert file in str(found["step_000005"]["state"])
+    assert found["step_000005"]["can_be_exported"] == file.startswith("optimizer")
+
+
+@pytest.mark.parametrize("file", ["weights_00001.safetensors", MANIFEST])
+def test_what_is_missing_or_cut_is_found_without_verifying(run_dir: Path, file: str) -> None:
+    path = run_dir / "checkpoints" / "model0" / "step_000005" / file
+    path.write_bytes(path.read_bytes()[:-1])
+    assert listed(run_dir)[0] == 1
+    path.unlink()
+    result = invoke("checkpoints", run_dir)
+    assert result.exit_code == 1 and file in result.output and "damaged" in result.output
+
+
+def test_what_a_trainer_has_set_aside_is_listed_with_its_reason(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "model0" / "step_000005"
+    (path / "optimizer_00000.safetensors").unlink()
+    set_aside(path, "optimizer_00000.safetensors is missing")
+    code, found = listed(run_dir)
+    assert code == 1 and found["step_000005.damaged"]["state"] == "set aside: optimizer_00000.safetensors is missing"
+    output = re.sub(r"\s+", " ", invoke("checkpoints", run_dir).output)
+    assert f"its weights: millrace export {run_dir} --policy model0 --step 5" in output
+
+
+def test_a_run_without_checkpoints_and_a_directory_without_a_run_are_told_apart(run_dir: Path, tmp_path: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    assert invoke("checkpoints", run_dir).exit_code == 0
+    result = invoke("export", run_dir)
+    assert isinstance(result.exception, ConfigError) and "has no checkpoint yet" in result.exception.message
+    result = invoke("checkpoints", tmp_path)
+    assert isinstance(result.exception, ConfigError) and "is no run directory" in result.exception.message
+
+
+def test_a_lost_journal_hides_no_checkpoint(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "journal")
+    code, found = listed(run_dir)
+    assert code == 0 and str(found["step_000005"]["replay"]).startswith("unknown: the journal cannot be read")
+
+
+def test_the_newest_whole_checkpoint_is_exported(run_dir: Path, tmp_path: Path) -> None:
+    result = invoke("export", run_dir)
+    assert result.exit_code == 0, result.output
+    target = run_dir / "export" / "model0-000005"
+    assert json.loads((target / "millrace_export.json").read_text())["training_step"] == 5
+    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", "millrace_export.json"}
+    flip(run_dir / "checkpoints" / "model0" / "step_000005" / "weights_00000.safetensors")
+    assert invoke("export", run_dir, "-o", tmp_path / "out").exit_code == 0
+    assert json.loads((tmp_path / "out" / "millrace_export.json").read_text())["training_step"] == 4
+
+
+def test_a_named_step_is_exported_also_where_it_was_set_aside(run_dir: Path, tmp_path: Path) -> None:
+    path = run_dir / "checkpoints" / "model0" / "step_000004"
+    (path / "optimizer_00000.safetensors").unlink()
+    set_aside(path, "optimizer_00000.safetensors is missing")
+    assert invoke("export", run_dir, "--step", "4", "-o", tmp_path / "out").exit_code == 0
+    flip(path.with_name("step_000004.damaged") / "weights_00000.safetensors")
+    result = invoke("export", run_dir, "--step", "4", "-o", tmp_path / "other")
+    assert isinstance(result.exception, CorruptDataError)
+    assert "weights_00000.safetensors is not what was written" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--step", "9"], "no checkpoint of model0 at step 9; it has 4, 5"),
+        (["--policy", "other"], "no checkpoints of a policy 'other'; it has those of model0"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(
+    run_dir: Path, options: list[str], words: str
+) -> None:
+    result = invoke("export", run_dir, *options)
+    assert isinstance(result.exception, ConfigError) and words in result.exception.message
+
+
+def test_of_several_policies_one_is_to_be_named(run_dir: Path, tmp_path: Path) -> None:
+    write_checkpoint(run_dir, "model1", 2)
+    result = invoke("export", run_dir)
+    assert (
+        isinstance(result.exception, ConfigError) and "--policy with one of model0, model1" in result.exception.message
+    )
+    assert invoke("export", run_dir, "--policy", "model1", "-o", tmp_path / "out").exit_code == 0
+
+
+def test_a_run_goes_on_from_a_checkpoint_when_every_later_batch_is_there() -> None:
+    recorded = Recorded(newest_version=9, lost=(3, 5))
+    assert recorded.replay_from(2) == "no: the batch of step 3 and 1 more is gone"
+    assert recorded.replay_from(5) == "yes: 4 steps"
+    assert recorded.replay_from(10) == "yes: 0 steps"  # told to leave before it was published
+    assert recorded.replay_from(11) == "no: the journal ends at version 9"

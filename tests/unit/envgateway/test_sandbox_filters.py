@@ -1,0 +1,110 @@
+"""The seccomp filters by what they answer, through an interpreter of the instructions that they use."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from services.envgateway.sandbox.bare import seccomp
+
+pytestmark = pytest.mark.skipif(seccomp.machine() != "x86_64", reason="the numbers below are those of x86_64")
+
+PID, GATEWAY = 4242, 77
+ALLOWED, PRETENDED, REFUSED, UNKNOWN, NO_MEMORY = (
+    "allowed", "pretended", errno.EPERM, errno.ENOSYS, errno.ENOMEM)  # fmt: skip
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+
+
+def answer(code: bytes, number: int, *arguments: int) -> object:
+    """What the kernel would do with a call."""
+    data = struct.pack("=iIQ6Q", number, 0xC000003E, 0, *[a & (1 << 64) - 1 for a in (*arguments, *[0] * 6)[:6]])
+    loaded, at = 0, 0
+    while True:
+        operation, if_true, if_false, k = struct.unpack_from("=HBBI", code, 8 * at)
+        at += 1
+        if operation == 0x20:
+            loaded = struct.unpack_from("=I", data, k)[0]
+        elif operation == 0x06:
+            return ALLOWED if k == ALLOW else (k - ERRNO or PRETENDED)
+        else:
+            held = {0x15: loaded == k, 0x35: loaded >= k, 0x45: bool(loaded & k)}[operation]
+            at += if_true if held else if_false
+
+
+def common(number: int, *arguments: int, tier: str = "U", accounted: bool = True) -> object:
+    return answer(seccomp._common_filter(tier, False, accounted), number, *arguments)
+
+
+def child(number: int, *arguments: int, processes: bool = False) -> object:
+    return answer(seccomp._child_filter(PID, processes), number, *arguments)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize(
+    ("number", "arguments", "expected"),
+    [
+        (302, (0, 7), ALLOWED),  # prlimit64: itself
+        (302, (PID, 7), ALLOWED),
+        (302, (0, 12), REFUSED),  # the mark
+        (302, (GATEWAY, 7), REFUSED),
+        (302, (GATEWAY, 12), REFUSED),
+        (302, (-1, 7), REFUSED),
+        (160, (7,), ALLOWED),  # setrlimit
+        (160, (12,), REFUSED),
+        (203, (0,), ALLOWED),  # sched_setaffinity
+        (203, (PID,), ALLOWED),
+        (203, (GATEWAY,), REFUSED),
+        (62, (PID, 9), ALLOWED),  # kill
+        (62, (-PID, 9), ALLOWED),
+        (62, (0, 9), ALLOWED),
+        (62, (-1, 9), REFUSED),
+        (62, (GATEWAY, 0), REFUSED),
+        (234, (GATEWAY, GATEWAY, 9), REFUSED),  # tgkill
+        (72, (3, 8, GATEWAY), REFUSED),  # fcntl: who is sent a signal, and which
+        (72, (3, 15, 0), REFUSED),
+        (72, (3, 10, 9), REFUSED),
+        (72, (3, 4, 0), ALLOWED),
+        (16, (3, 0x8901), REFUSED),  # ioctl
+        (16, (3, 0x8902), REFUSED),
+        (16, (3, 0x5401), ALLOWED),
+        (157, (62, 1, GATEWAY), REFUSED),  # prctl: core scheduling
+        (157, (15,), ALLOWED),
+        (90, (), PRETENDED),  # chmod
+        (188, (), PRETENDED),  # setxattr
+        (272, (0x10000000,), REFUSED),  # unshare
+        (0, (), ALLOWED),
+    ],
+)
+def test_a_program_reaches_no_process_but_itself(
+    number: int, arguments: tuple[int, ...], expected: object, processes: bool
+) -> None:
+    assert child(number, *arguments, processes=processes) == expected
+
+
+@pytest.mark.parametrize("tier", ["2", "1", "U", "0"])
+@pytest.mark.parametrize("accounted", [True, False])
+def test_every_tier_has_the_same_list_of_refusals(tier: str, accounted: bool) -> None:
+    def told(number: int, *arguments: int) -> object:
+        return common(number, *arguments, tier=tier, accounted=accounted)
+
+    assert [told(n) for n in (463, 464, 466, 467, 469, 500, 0x40000000, 0x40000001)] == [UNKNOWN] * 8
+    assert [told(n) for n in (425, 443, 447, 448, 451, 319, 29, 254, 256, 279, 59, 41, 101, 251)] == [REFUSED] * 14
+    assert [told(n) for n in (0, 1, 436, 439, 444, 446, 449, 462)] == [ALLOWED] * 8
+    assert told(73, 3, 2) == PRETENDED  # flock
+    assert [told(72, 3, command) for command in (6, 7, 37, 38)] == [PRETENDED] * 4
+    assert [told(72, 3, command) for command in (1, 2, 3, 4, 5, 36, 1030)] == [ALLOWED] * 7
+    assert told(435) == UNKNOWN and told(56, 0x11) == ALLOWED and told(56, 0x10000000) == REFUSED
+
+
+def test_without_a_cgroup_memory_that_nobody_counts_is_refused() -> None:
+    shared, private, anonymous, validated = 1, 2, 0x20, 3
+    for flags in (shared | anonymous, validated | anonymous, shared | anonymous | 0x40000):
+        assert common(9, 0, 1 << 30, 3, flags, -1, accounted=False) == NO_MEMORY
+        assert common(9, 0, 1 << 30, 3, flags, -1, accounted=True) == ALLOWED
+    for flags in (private | anonymous, private, shared):
+        assert common(9, 0, 1 << 30, 3, flags, 5, accounted=False) == ALLOWED
+    assert common(72, 3, 1031, 1 << 20, accounted=False) == REFUSED
+    assert [common(54, 3, 1, option, accounted=False) for option in (7, 8, 32, 33)] == [PRETENDED] * 4
+    assert common(54, 3, 1, 2, accounted=False) == ALLOWED

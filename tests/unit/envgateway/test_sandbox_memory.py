@@ -1,0 +1,136 @@
+"""Memory cgroups as they are found and used, and a supervisor's look at memory without one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.envgateway.sandbox.bare import memcg, procfs, run
+from services.envgateway.sandbox.bare.run import Limits, Run
+from services.envgateway.sandbox.bare.slots import Slot
+
+FILES = {
+    1: {"memory.usage_in_bytes": "7000\n", "memory.limit_in_bytes": "", "memory.memsw.limit_in_bytes": "",
+        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "cgroup.procs": "11\n12\n"},
+    2: {"memory.current": "7000\n", "memory.max": "", "memory.swap.max": "", "memory.oom.group": "",
+        "memory.events": "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 1\n", "cgroup.procs": "11\n12\n"},
+}  # fmt: skip
+
+
+@pytest.fixture(params=[1, 2])
+def slot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[memcg.SlotMemory]:
+    """A directory with the files that the kernel would make."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    directory = tmp_path / "slot-3"
+    directory.mkdir()
+    for name, text in FILES[request.param].items():
+        (directory / name).write_text(text)
+    monkeypatch.setattr(memcg.os, "mkdir", lambda path: None)
+    made = memcg.SlotMemory(str(directory), request.param, ours)
+    yield made
+    made.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_cgroup_of_either_version_is_limited_with_its_swap_and_read(slot: memcg.SlotMemory) -> None:
+    slot.limit(256 << 20)
+    written = {path.name: path.read_text() for path in Path(slot.directory).iterdir()}
+    version_2 = "memory.max" in written
+    assert written["memory.max" if version_2 else "memory.limit_in_bytes"] == str(256 << 20)
+    assert written["memory.swap.max" if version_2 else "memory.memsw.limit_in_bytes"] in ("0", str(256 << 20))
+    assert (slot.usage_bytes(), slot.num_kills()) == (7000, 2)
+    assert memcg.missing([10, 11, 12, 13], slot) == [10, 13]
+
+
+def test_a_move_is_ordered_and_never_waited_for(slot: memcg.SlotMemory) -> None:
+    slot._orders.setblocking(False)
+    results = [slot.move(1000 + n) for n in range(5000)]
+    assert results[0] and not results[-1]  # nobody reads: the order is given again at the next look
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "expected"),
+    [
+        (["4:memory:/a/b", "0::/x"], ["31 1 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"],
+         [(1, "/sys/fs/cgroup/memory/a/b")]),
+        (["4:cpu,memory:/"], ["31 1 0:1 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,cpu,memory"],
+         [(1, "/sys/fs/cgroup/memory")]),
+        (["4:memory:/docker/1/in"], ["31 1 0:1 /docker/1 /sys/fs/cgroup/memory ro shared:9 - cgroup cgroup rw,memory"],
+         [(1, "/sys/fs/cgroup/memory/in")]),
+        (["4:cpu:/a"], ["31 1 0:1 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"], []),
+        (["0::/user.slice"], ["31 1 0:1 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"], [(2, "/sys/fs/cgroup/user.slice")]),
+        ([], [], []),
+    ],
+)  # fmt: skip
+def test_the_memory_cgroup_of_this_process_is_found(
+    monkeypatch: pytest.MonkeyPatch, own: list[str], mounts: list[str], expected: list[tuple[int, str]]
+) -> None:
+    files = {"/proc/self/cgroup": own, "/proc/self/mountinfo": mounts}
+    monkeypatch.setattr(memcg, "_lines", lambda path: files.get(path, ["cpu memory io"]))
+    assert memcg._candidates() == expected
+
+
+def test_where_no_cgroup_can_be_made_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memcg, "_candidates", lambda: [(1, str(tmp_path / "missing"))])
+    told = memcg.grant(2)
+    assert isinstance(told, str) and "version 1" in told
+    monkeypatch.setattr(memcg, "_candidates", list)
+    assert "no memory controller" in str(memcg.grant(2))
+
+
+LIMITS = Limits(10.0, 10.0, 100 << 20, 8, 1000, 1000, 1000, 64, 1 << 20, 64)
+
+
+@pytest.fixture
+def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[str]]]:
+    """A run, and what was read of its processes."""
+
+    def make(shares_take_s: float, shares: int, group: bool = False) -> tuple[Run, list[str]]:
+        read: list[str] = []
+        clock = iter(range(10_000))
+        slot = Slot(0, 0, 5000, "0", str(tmp_path))
+        made = Run(1, slot, LIMITS, (0, 0, 0, 0), 0.0)
+        made._group = object() if group else None  # type: ignore[assignment]
+
+        def proportional(family: list[int]) -> int:
+            read.append("shares")
+            return shares
+
+        monkeypatch.setattr(procfs, "proportional_bytes", proportional)
+        monkeypatch.setattr(procfs, "least_bytes", lambda family: 50 << 20)
+        monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 0)
+        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock) * shares_take_s)
+        return made, read
+
+    return make
+
+
+def test_many_mappings_make_the_look_at_shares_rare(looked: Callable[..., tuple[Run, list[str]]]) -> None:
+    made, read = looked(shares_take_s=0.1, shares=60 << 20)
+    times = [n / 100 for n in range(300)]
+    assert not any(made._takes_too_much([1, 2, 3], 400 << 20, now) for now in times)
+    assert 3 <= len(read) <= 3.0 / (5 * 0.1) + 1  # a sixth of the time at most
+
+
+def test_where_a_cgroup_counts_the_shares_are_never_asked_for(looked: Callable[..., tuple[Run, list[str]]]) -> None:
+    made, read = looked(shares_take_s=0.1, shares=999 << 20, group=True)
+    assert not made._takes_too_much([1, 2, 3], 400 << 20, 1.0) and not read
+    assert made._takes_too_much([1], 101 << 20, 1.0)  # what one process holds needs no share
+
+
+def test_shares_above_the_limit_are_too_much(looked: Callable[..., tuple[Run, list[str]]]) -> None:
+    made, read = looked(shares_take_s=0.001, shares=101 << 20)
+    assert made._takes_too_much([1, 2], 120 << 20, 1.0) and read == ["shares"]
+    assert made.peak_memory_bytes == 101 << 20
+
+
+def test_what_sockets_and_pipes_may_hold_counts_where_nothing_else_counts_it(
+    looked: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = looked(shares_take_s=0.001, shares=60 << 20)
+    monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 70 << 20)
+    assert made._takes_too_much([1], 40 << 20, 1.0)

@@ -1,0 +1,376 @@
+"""What the door lets in: bounds of records and reports, who may send, and what is told of refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from services.cli.refused import refusal_warning
+from services.common.accounts import AccountState, ActivityTime, PeerState
+from services.common.errors import InvalidRequestError
+from services.common.kept_tokens import KeptRow, RowKind, left_out_row, pack
+from services.common.refusals import Refusal
+from services.common.refusals import RefusalReason as Reason
+from services.common.types import (
+    Purpose,
+    RolloutFailure,
+    RolloutPhase,
+    RolloutTiming,
+    Sampling,
+    Segment,
+    Sequence,
+    StopReason,
+    Trajectory,
+    WeightVersion,
+)
+from services.orchestrator import report_bounds
+from services.orchestrator.bounds import MOST_SEQUENCES, PolicyBounds, RecordBounds
+from services.orchestrator.ingest import Answer, RecordOutcome
+from services.orchestrator.pool import Held
+from services.orchestrator.record_facts import RecordRefusedError, bounded_failure
+from services.orchestrator.refusals import MOST_SENDERS, Refusals
+from services.orchestrator.stall_watch import StallWatch
+from services.orchestrator.vocabulary import vocab_size
+from tests.unit.orchestrator.builders import order, sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+Worlds = Callable[..., World]
+
+
+def reason_of(made: Trajectory, bounds: PolicyBounds | None = None, **ordered: Any) -> Reason | None:
+    """Why a trajectory is refused; None when it is taken."""
+    known = RecordBounds({"model0": bounds or PolicyBounds(context_length=64, vocab_size=100)})
+    issued = replace(order(), **ordered)
+    try:
+        known.check(made, issued, lambda policy: 3)
+    except RecordRefusedError as error:
+        return error.refusal.reason
+    return None
+
+
+def of(*segments: Segment, **changes: Any) -> Trajectory:
+    return trajectory("g", 0, replace(sequence(), segments=segments, **changes))
+
+
+PROMPT = Segment.environment([1, 2])
+
+
+def said(num_tokens: int, **changes: Any) -> Segment:
+    return replace(Segment.policy(np.zeros(num_tokens), np.full(num_tokens, -1.0), 0), **changes)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_at_their_bounds_are_taken() -> None:
+    bounds = PolicyBounds(context_length=8, vocab_size=100)
+    for made in (
+        of(PROMPT, replace(said(6), token_ids=np.array([0, 99, 99, 0, 1, 2], np.int32))),
+        of(PROMPT, said(6), reward=1e6),
+        of(PROMPT, said(6), reward=-1e6),
+        of(PROMPT, replace(said(6), logprobs=np.array([0, 1e-3, -1e5, -1, -1, -1], np.float32))),
+        of(PROMPT, said(6, weight_version=3)),
+        of(PROMPT, said(6, temperature=1e-6)),
+        of(PROMPT, said(0), said(2), Segment.environment([]), said(2)),
+        of(PROMPT),  # nothing was sampled: nothing is trained
+        of(PROMPT, said(6), attempt=1023, thread=5, metrics={"x": -1e15}),
+    ):
+        assert reason_of(made, bounds, sampling=Sampling(max_new_tokens=6)) is None
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_a_turn_is_what_the_policy_wrote_between_two_tokens_of_the_environment(num_tokens: int) -> None:
+    most = Sampling(max_new_tokens=4)
+    apart = of(PROMPT, said(4), Segment.environment([1] * num_tokens), said(4))
+    assert reason_of(apart, PolicyBounds(context_length=100), sampling=most) is None
+    swapped = of(PROMPT, said(2), said(2, weight_version=1), said(1, weight_version=2))
+    assert reason_of(swapped, sampling=most) is Reason.LENGTH
+    around_nothing = of(PROMPT, said(4), Segment.environment([]), said(1))
+    assert reason_of(around_nothing, sampling=most) is Reason.LENGTH
+
+
+def test_a_policy_whose_vocabulary_is_not_known_is_bounded_from_below_alone_until_its_trainer_says() -> None:
+    bounds = RecordBounds({"model0": PolicyBounds(context_length=64)})
+    large = of(PROMPT, replace(said(1), token_ids=np.array([2**31 - 1], np.int32)))
+    bounds.check(large, order(), lambda policy: 0)
+    negative = of(replace(PROMPT, token_ids=np.array([-1, 5], np.int32)), said(1))
+    with pytest.raises(RecordRefusedError):
+        bounds.check(negative, order(), lambda policy: 0)
+    bounds.learn_vocabulary("model0", 0)  # a trainer that does not say
+    bounds.check(large, order(), lambda policy: 0)
+    bounds.learn_vocabulary("model0", 1000)
+    with pytest.raises(RecordRefusedError, match="ids 0 to 999"):
+        bounds.check(large, order(), lambda policy: 0)
+
+
+def test_rewards_from_which_an_advantage_cannot_be_made_are_refused_in_training_alone() -> None:
+    binary = PolicyBounds(context_length=64, takes_reward=lambda reward: reward in (0.0, 1.0), same_rewards=True)
+    half = trajectory("g", 0, sequence(0.5))
+    assert reason_of(half, binary) is Reason.REWARD
+    assert reason_of(half, binary, purpose=Purpose.EVALUATION) is None
+    threads = trajectory("g", 0, sequence(1.0, thread=0), sequence(0.0, thread=1))
+    assert reason_of(threads, binary) is Reason.REWARD
+    assert reason_of(trajectory("g", 0, sequence(1.0), sequence(0.0, attempt=1)), binary) is None
+    assert reason_of(threads, replace(binary, same_rewards=False)) is None
+
+
+def test_teachers_are_where_they_were_asked_for() -> None:
+    scored = of(PROMPT, said(2, teacher_logprobs=np.array([-1, -2], np.float32)))
+    taught = PolicyBounds(context_length=64, taught=True)
+    assert reason_of(scored, taught) is None
+    assert reason_of(scored) is Reason.TEACHER
+    assert reason_of(of(PROMPT, said(2)), taught) is Reason.TEACHER
+    wrong = of(PROMPT, said(2, teacher_logprobs=np.array([-1, np.nan], np.float32)))
+    assert reason_of(wrong, taught) is Reason.TEACHER
+
+
+@pytest.mark.parametrize(
+    ("row", "fits"),
+    [
+        (left_out_row([99]), True),
+        (left_out_row([100]), False),
+        (KeptRow(RowKind.BITS, 13, bytes([1] + [0] * 11 + [0b1000])), True),  # id 99
+        (KeptRow(RowKind.BITS, 13, bytes([1] + [0] * 11 + [0b10000])), False),  # id 100
+        (KeptRow(RowKind.BITS, 1000, bytes([1] + [0] * 998 + [128])), False),
+    ],
+)
+def test_kept_tokens_are_of_the_vocabulary(row: KeptRow, fits: bool) -> None:
+    made = of(PROMPT, said(2, kept=pack([row, row], 2)))
+    assert reason_of(made) is (None if fits else Reason.KEPT_TOKENS)
+
+
+def test_a_workflow_may_leave_as_many_sequences_as_its_settings_say(worlds: Worlds) -> None:
+    many = trajectory("g", 0, *[sequence()] * (MOST_SEQUENCES + 1))
+    assert reason_of(many) is Reason.COUNT
+    bounds = RecordBounds({"model0": PolicyBounds(context_length=64)}, max_sequences=2000)
+    bounds.check(many, order(), lambda policy: 0)
+
+
+def test_a_clock_that_is_set_back_during_a_rollout_costs_no_record() -> None:
+    back = replace(of(PROMPT, said(2)), started_at=1.7e9, finished_at=1.7e9 - 3600)
+    assert reason_of(back) is None
+    assert reason_of(replace(back, finished_at=1.6e9)) is Reason.TIME
+    assert reason_of(replace(back, started_at=math.nan)) is Reason.TIME
+
+
+def test_a_failure_keeps_what_fits_and_loses_the_rest() -> None:
+    fine = RolloutFailure(task_group_id="g", index=0, reason="X", detail="short", started_at=1.0, finished_at=2.0)
+    assert bounded_failure(fine) is fine
+    phases = tuple(RolloutPhase(what="generate", begin_s=0.0, seconds=1.0) for _ in range(5000))
+    absurd = replace(fine, reason="r" * 999, detail="d" * 99_999, started_at=-1.0, timing=RolloutTiming(phases=phases))
+    cut = bounded_failure(absurd)
+    assert (len(cut.reason), len(cut.detail), cut.started_at, cut.timing.phases) == (64, 8192, 0.0, ())
+    assert bounded_failure(cut) is cut
+
+
+# -- who sends --------------------------------------------------------------------------------------------------------
+
+
+async def answered(world: World, made: Trajectory | RolloutFailure, sender: tuple[str, str] | None) -> list[Answer]:
+    answers: list[Answer] = []
+    world.ring.ingest.submit(made, answers.append, sender)
+    await world.settle()
+    return answers
+
+
+async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Worlds) -> None:
+    world = worlds()
+    first = world.join("first")
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(first))[0].task_group_id
+    second = world.join("second")
+    stranger = (await answered(world, trajectory(name, 0), ("second", "1")))[0]
+    assert (stranger.outcome, stranger.refusal and stranger.refusal.reason) == (
+        RecordOutcome.REFUSED,
+        Reason.NOT_THE_OWNER,
+    )
+    world.clock.now += 31.0  # the first one's lease runs out, and its slots are issued again
+    world.join("second")
+    world.ring.pool.expire()
+    await world.settle()
+    assert name in {issued.task_group_id for issued in await world.orders(second)}
+    zombie = (await answered(world, trajectory(name, 0, reward=1.0), ("first", "1")))[0]
+    heir = (await answered(world, trajectory(name, 0), ("second", "1")))[0]
+    assert (zombie.outcome, heir.outcome) == (RecordOutcome.ACCEPTED, RecordOutcome.DUPLICATE)
+    for nobody in (("third", "1"), ("first", "2"), ("", ""), ("first", "")):
+        (refused,) = await answered(world, trajectory(name, 1), nobody)
+        assert refused.outcome is RecordOutcome.REFUSED
+        assert refused.refusal is not None and refused.refusal.reason is Reason.NOT_A_MEMBER
+    assert 1 in world.ring.groups[name].unresolved  # its slot is still open
+
+
+async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_task_group(worlds: Worlds) -> None:
+    world = worlds()
+    first = world.join("first")
+    await world.publish(0)
+    world.train()
+    names = [issued.task_group_id for issued in await world.orders(first)]
+    await world.crash()
+    assert (await answered(world, trajectory(names[0], 0), ("first", "1")))[0].outcome is RecordOutcome.ACCEPTED
+    refused = (await answered(world, trajectory(names[0], 1), ("second", "1")))[0].refusal
+    assert refused is not None and refused.reason is Reason.NOT_A_MEMBER
+    world.clock.now += 31.0
+    world.ring.pool.expire()  # nobody plays them now
+    thief = world.join("thief", running=names, slots=1)
+    assert not thief.assignments
+    back = world.join("first", running=names)
+    assert set(back.assignments) == set(names)
+
+
+async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_is_counted(worlds: Worlds) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(replica))[0].task_group_id
+    bad = trajectory(name, 0, sequence(1e300), reward=0.0)
+    (told,) = await answered(world, bad, ("a", "1"))
+    assert told.outcome is RecordOutcome.INVALID
+    assert told.refusal is not None and told.refusal.reason is Reason.REWARD
+    stored = world.ring.groups[name].outcomes[0]
+    assert isinstance(stored, RolloutFailure) and stored.reason == "INVALID_RECORD"
+    assert world.ring.counters["refused_reward"] == world.ring.counters["failures_invalid_record"] == 1
+    for index in (1, 2, 3):
+        await answered(world, trajectory(name, index, reward=float(index % 2)), ("a", "1"))
+    assert name not in world.ring.groups
+    await world.crash()
+    assert world.ring.experience.buffers["model0"].num_sequences == 3
+
+
+async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(replica))[0].task_group_id
+    posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
+    await answered(world, posing, ("a", "1"))
+    assert world.ring.counters["slots_cancelled"] == 0
+    assert world.ring.counters["failures_replica_too_old"] == 1
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_record_ends_it(worlds: Worlds) -> None:
+    world = worlds()
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    slots = [(o.task_group_id, i) for o in await world.orders(replica) for i in o.indices]
+    watch = StallWatch(world.ring)
+
+    def look() -> set[tuple[str, str]]:
+        for _ in range(3):
+            world.clock.now += 1.0
+            watch.look()
+        return {(stall.component, stall.cause.value) for stall in world.ring.standing.stalls}
+
+    with structlog.testing.capture_logs() as logs:
+        for slot in slots[:7]:
+            await answered(world, trajectory(*slot, sequence(math.inf)), ("a", "1"))
+        assert ("replica/a", "records_refused") not in look()
+        await answered(world, trajectory(*slots[7], sequence(math.inf)), ("a", "1"))
+        assert ("replica/a", "records_refused") in look()
+    told = [entry for entry in logs if entry["event"] == "record.refused"]
+    assert 1 <= len(told) < 8, "one of a kind is told in a second"
+    await answered(world, trajectory(*slots[8]), ("a", "1"))
+    assert ("replica/a", "records_refused") not in look()
+
+
+def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most() -> None:
+    counters: Counter[str] = Counter()
+    refusals = Refusals(counters, lambda: 0.0)
+    for number in range(MOST_SENDERS + 50):
+        refusals.refused(f"{number}" + "x" * 999, "g", 0, Refusal(reason=Reason.NAME, detail="d"))
+    refusals.refused("0" + "x" * 999, "g", 0, Refusal(reason=Reason.TIME, detail="d"))
+    assert len(refusals.streaks) <= MOST_SENDERS + 1
+    assert all(len(sender) <= 64 for sender in refusals.streaks)
+    assert list(refusals.by_reason().items()) == [("name", MOST_SENDERS + 50), ("time", 1)]
+    assert refusal_warning(counters).startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
+    assert refusal_warning({"failures_other": 3}) == ""
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_who_somebody_is_and_what_it_holds_is_refused_where_it_cannot_be() -> None:
+    for text in ("", "x" * 129, "a\nb", "\x00"):
+        with pytest.raises(InvalidRequestError, match="replica_id"):
+            report_bounds.check_id("replica_id", text)
+    assert report_bounds.check_id("replica_id", "gpu-7.b") == "gpu-7.b"
+    for number in (0, -1, report_bounds.MOST_SLOTS + 1):
+        with pytest.raises(InvalidRequestError, match="num_slots"):
+            report_bounds.check_number("num_slots", number, 1, report_bounds.MOST_SLOTS)
+    for held in ({"nobody": Held(0, "d")}, {"model0": Held(-2, "d")}, {"model0": Held(0, "d" * 999)}):
+        with pytest.raises(InvalidRequestError):
+            report_bounds.check_held(held, {"model0"})
+    for version in (
+        WeightVersion(policy="model0", number=-1, digest="d"),
+        WeightVersion(policy="model0", number=2**60, digest="d"),
+        WeightVersion(policy="model0", number=0, digest=""),
+        WeightVersion(policy="model0", number=0, digest="d", sources=("x",) * 5000),
+    ):
+        with pytest.raises(InvalidRequestError):
+            report_bounds.check_version(version)
+
+
+def test_what_is_for_people_is_cut_and_costs_nobody_a_lease() -> None:
+    gauges = {f"g{i}": float(i) for i in range(9999)} | {"nan": math.nan, "inf": math.inf, "x" * 999: 1.0}
+    kept = report_bounds.gauges(gauges)
+    assert len(kept) == report_bounds.MOST_VALUES and all(math.isfinite(value) for value in kept.values())
+    assert math.isnan(report_bounds.metrics({"loss": math.nan})["loss"])
+    assert report_bounds.intervals([(5.0, 4.0), (-1.0, 2.0), (0.0, 9e18), (1.0, 2.0)], now=10.0) == [(1.0, 2.0)]
+    account = AccountState(
+        component="replica/a",
+        activities=tuple(ActivityTime(name=f"a{i}", detail="d" * 9_999) for i in range(999)),
+    )
+    (found,) = report_bounds.accounts([account, replace(account, component="x" * 99_999)])
+    assert len(found.activities) == report_bounds.MOST_ACCOUNTS and len(found.activities[0].detail) == 1024
+    (peer,) = report_bounds.peers([PeerState(component="p", detail="d" * 99_999, gauges=gauges)])
+    assert len(peer.detail) == 1024 and len(peer.gauges) == report_bounds.MOST_VALUES
+    assert len(report_bounds.texts({f"l{i}": "x" * 9_999 for i in range(999)})) == report_bounds.MOST_ACCOUNTS
+
+
+# -- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"vocab_size": 152_064}, 152_064),
+        ({"text_config": {"vocab_size": 7}}, 7),
+        ({"vocab_size": 0}, None),
+        ({"vocab_size": "many"}, None),
+        ({"vocab_size": True}, None),
+        ([], None),
+    ],
+)
+def test_the_vocabulary_is_what_the_models_config_says(tmp_path: Path, config: Any, size: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vocab_size(str(tmp_path)) == size
+
+
+def test_a_model_that_is_not_here_has_no_known_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    for model in ("none", str(tmp_path / "absent"), str(tmp_path / "broken"), str(tmp_path / "empty"), "a/b/c", "../x"):
+        assert vocab_size(model) is None
+
+
+def test_a_sequence_of_an_unknown_policy_and_a_foreign_one_are_told_apart() -> None:
+    foreign: Sequence = sequence(policy="other")
+    assert reason_of(trajectory("g", 0, foreign)) is Reason.POLICY
+    assert reason_of(trajectory("g", 0, sequence()), policies=("model1",)) is Reason.POLICY
+    assert reason_of(trajectory("g", 0, sequence(stop_reason=StopReason.ABORTED))) is None

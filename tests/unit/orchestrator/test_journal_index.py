@@ -1,0 +1,448 @@
+"""The segments are the truth: whatever becomes of the index or of a part of a segment, the rest is there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import CorruptDataError
+from services.orchestrator.journal import frames, index, keeper
+from services.orchestrator.journal.damage import Damage, DamageReason
+from services.orchestrator.journal.frames import Packer, write_header
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.scan import scan
+from services.orchestrator.journal.segments import segment_path, sizes_in
+from services.orchestrator.journal.writer import Journal
+
+KINDS = ("things", "others")
+COUNT = 60
+
+
+async def write(directory: Path, first: int, count: int, **settings: object) -> None:
+    """Records ``first`` and following in one life of a journal, of two kinds in turn."""
+    journal = Journal(directory, **settings)  # type: ignore[arg-type]
+    journal.start()
+    await put(journal, range(first, first + count))
+    await journal.close()
+
+
+async def put(journal: Journal, numbers: range) -> None:
+    await asyncio.gather(*(journal.append(KINDS[n % 2], f"k{n}", lambda n=n: {"n": n}) for n in numbers))
+
+
+def kept(directory: Path) -> list[int]:
+    with closing(JournalReader(directory)) as reader:
+        loaded = [reader.load(row) for row in reader.rows()]
+        return [record["n"] for record in loaded if record is not None and "n" in record]
+
+
+def damage(directory: Path) -> list[Damage]:
+    with closing(JournalReader(directory)) as reader:
+        return reader.damage()
+
+
+def gaps(directory: Path) -> list[tuple[int, int]]:
+    with closing(JournalReader(directory)) as reader:
+        return reader.gaps()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def scribble(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    draw = random.Random(5)
+    for _ in range(200):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.write_bytes(data)
+
+
+def change_a_key(path: Path) -> None:
+    """In the table alone: SQLite has no checksum that would notice."""
+    data = path.read_bytes()
+    at = data.index(b"thingsk20")
+    path.write_bytes(data[:at] + b"thingsk2X" + data[at + 9 :])
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "truncated": truncate,
+    "emptied": lambda path: path.write_bytes(b""),
+    "random": lambda path: path.write_bytes(random.Random(1).randbytes(path.stat().st_size)),
+    "scribbled": scribble,
+    "one key": change_a_key,
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_a_spoiled_index_costs_no_record(tmp_path: Path, how: str) -> None:
+    await write(tmp_path, 0, COUNT)
+    SPOILED[how](tmp_path / INDEX_FILE)
+    if how != "one key":  # a reader looks less closely than a start
+        assert kept(tmp_path) == list(range(COUNT)), "read without a writer"
+    journal = Journal(tmp_path)
+    assert journal.damage == []
+    journal.start()
+    await put(journal, range(COUNT, COUNT + 3))
+    await journal.close()
+    assert kept(tmp_path) == list(range(COUNT + 3))
+    assert gaps(tmp_path) == []
+    with closing(JournalReader(tmp_path)) as reader:
+        assert reader.find("things", ["k20", "k22"]) == {"k20": {"n": 20}, "k22": {"n": 22}}
+
+
+@pytest.mark.parametrize("with_wal", [False, True])
+async def test_an_index_of_an_earlier_time_costs_no_record(tmp_path: Path, with_wal: bool) -> None:
+    """Copied back alone, or beside the -wal file of a later time."""
+    directory, old = tmp_path / "journal", tmp_path / "old.sqlite"
+    await write(directory, 0, 20)
+    shutil.copy(directory / INDEX_FILE, old)
+    await write(directory, 20, 20)
+    journal = Journal(directory)
+    journal.start()
+    await put(journal, range(40, 60))
+    wal = directory / f"{INDEX_FILE}-wal"
+    assert wal.stat().st_size > 0
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    shutil.copy(old, copy / INDEX_FILE)
+    if not with_wal:
+        (copy / wal.name).unlink()
+    await journal.close()
+    assert kept(copy) == list(range(60))
+    await write(copy, 60, 1)
+    assert kept(copy) == list(range(61))
+
+
+async def test_a_copy_without_the_wal_file_has_every_record(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.start()
+    await put(journal, range(COUNT))
+    shutil.copytree(tmp_path / "journal", tmp_path / "copy", ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    await journal.close()
+    await write(tmp_path / "copy", COUNT, 1)
+    assert kept(tmp_path / "copy") == list(range(COUNT + 1))
+
+
+async def test_the_index_of_another_directory_is_not_believed(tmp_path: Path) -> None:
+    """Its numbers, segments and lengths are the same; what it says of them is not true here."""
+    for name, first in (("a", 100), ("b", 300)):
+        await write(tmp_path / name, first, COUNT)
+    shutil.copy(tmp_path / "b" / INDEX_FILE, tmp_path / "a" / INDEX_FILE)
+    assert kept(tmp_path / "a") == list(range(100, 100 + COUNT))
+    await write(tmp_path / "a", 100 + COUNT, 1)
+    assert kept(tmp_path / "a") == list(range(100, 101 + COUNT))
+
+
+def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
+    return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
+
+
+def intact(directory: Path, kind: str) -> list[str]:
+    """Keys of a segment's records that are found by scanning and are what was written."""
+    data = segment_path(directory, kind, 1).read_bytes()
+    rows = [row for row in scan(directory, kind, 1) if not isinstance(row, Damage)]
+    return [r.key for r in rows if frames.checksum_of(data[r.offset : r.offset + r.length]) == r.checksum]
+
+
+async def test_a_flipped_bit_costs_one_record_wherever_it_is(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    for at in range(len(data)):
+        path.write_bytes(flipped(data, at, at % 8))
+        assert len(set(before) - set(intact(tmp_path, "things"))) == 1, f"byte {at}"
+
+
+async def test_a_segment_cut_anywhere_keeps_the_records_before_the_cut(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    ends = [row.offset + row.length for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert intact(tmp_path, "things") == before[: sum(end <= size for end in ends)]
+
+
+async def test_bytes_taken_out_of_the_middle_cost_the_records_that_had_them(tmp_path: Path) -> None:
+    """Also the next record's header, which the length in the header before it would pass over."""
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    rows = [row for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
+    begins = [0, *(row.offset + row.length for row in rows)]
+    draw = random.Random(3)
+    for _ in range(300):
+        begin = draw.randrange(len(data) - 1)
+        end = min(len(data), begin + draw.randint(1, 200))
+        path.write_bytes(data[:begin] + data[end:])
+        touched = {key for key, a, b in zip(before, begins, begins[1:], strict=False) if a < end and begin < b}
+        assert set(before) - set(intact(tmp_path, "things")) <= touched, (begin, end)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("spoil", ["flip", "cut", "zeros", "garbage behind"])
+async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, spoil: str, with_index: bool) -> None:
+    draw = random.Random(f"{spoil} {with_index}")
+    for attempt in range(6):
+        directory = tmp_path / str(attempt)
+        await write(directory, 0, COUNT)
+        path = segment_path(directory, "others", 1)
+        data = path.read_bytes()
+        at = draw.randrange(len(data))
+        spoiled = {
+            "flip": flipped(data, at),
+            "cut": data[:at],
+            "zeros": data[:at] + bytes(100) + data[at + 100 :],
+            "garbage behind": data + draw.randbytes(50),
+        }[spoil]
+        path.write_bytes(spoiled)
+        if not with_index:
+            (directory / INDEX_FILE).unlink()
+        await write(directory, COUNT, 2)
+        assert path.read_bytes() == spoiled, "nothing is deleted that could not be read"
+        found = kept(directory)
+        assert found == sorted(set(found)) and found[-2:] == [COUNT, COUNT + 1]
+        lost = set(range(COUNT)) - set(found)
+        assert lost <= {n for n in range(COUNT) if KINDS[n % 2] == "others"}
+        assert len(lost) <= {"flip": 1, "zeros": 4, "garbage behind": 0}.get(spoil, COUNT)
+        with closing(JournalReader(directory)) as reader:
+            for row in reader.rows():
+                reader.load(row)
+            assert {span.kind for span in reader.damage()} <= {"others"}
+            assert reader.damage() or not lost  # a header may be damaged: the index has what it says
+            missing = {n for first, last in reader.gaps() for n in range(first, last + 1)}
+            unreadable = {span.number for span in reader.damage() if span.reason is DamageReason.CHECKSUM}
+        told = {n - 1 for n in missing | unreadable}
+        if spoil == "cut" and not with_index:  # that there was a last record of all is not known any more
+            lost.discard(COUNT - 1)
+            told.discard(COUNT - 1)
+        assert told == lost, "every lost record is told by its number"
+
+
+async def test_a_lost_segment_is_told_with_its_numbers_and_they_are_not_given_again(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 10)
+    await write(tmp_path, 10, 10)
+    segment_path(tmp_path, "others", 2).unlink()
+    journal = Journal(tmp_path)
+    assert [(d.kind, d.segment, d.reason, d.num_records) for d in journal.damage] == [
+        ("others", 2, DamageReason.LOST, 5)
+    ]
+    journal.start()
+    await put(journal, range(20, 21))
+    await journal.close()
+    assert gaps(tmp_path) == [(n, n) for n in (12, 14, 16, 18, 20)]
+    with closing(JournalReader(tmp_path)) as reader:
+        assert [row.number for row in reader.rows()][-1] == 21
+        assert [span.reason for span in reader.damage()] == [DamageReason.LOST]
+    assert Journal(tmp_path).damage == [], "told once as new"
+
+
+async def test_a_segment_that_comes_back_is_read_again(tmp_path: Path) -> None:
+    await write(tmp_path, 0, COUNT)
+    for spoiled in (None, lambda data: data[:100], lambda data: flipped(data, 50)):
+        path = segment_path(tmp_path, "others", 1)
+        data = path.read_bytes()
+        if spoiled is None:
+            path.unlink()
+        else:
+            path.write_bytes(spoiled(data))
+            (tmp_path / INDEX_FILE).unlink()
+        await write(tmp_path, COUNT, 0)
+        assert len(kept(tmp_path)) < COUNT
+        path.write_bytes(data)
+        await write(tmp_path, COUNT, 0)
+        assert kept(tmp_path) == list(range(COUNT))
+        assert damage(tmp_path) == []
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+async def test_a_segment_that_retention_deleted_is_not_lost(tmp_path: Path, with_index: bool) -> None:
+    journal = Journal(tmp_path, segment_bytes=200)
+    journal.start()
+    for n in range(20):
+        await put(journal, range(n, n + 1))
+    await asyncio.to_thread(journal.remove_segments, "things", [1, 2])
+    await journal.close()
+    left = kept(tmp_path)
+    assert len(left) < 20 and not segment_path(tmp_path, "things", 1).exists()
+    if not with_index:
+        (tmp_path / INDEX_FILE).unlink()
+    again = Journal(tmp_path)
+    assert (again.damage, damage(tmp_path), gaps(tmp_path)) == ([], [], [])
+    assert kept(tmp_path) == left
+
+
+async def test_a_crash_between_the_record_of_a_deletion_and_the_deletion_loses_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    await put(journal, range(10))
+    await journal.close()
+    data = segment_path(tmp_path, "things", 1).read_bytes()
+    again = Journal(tmp_path)
+    again.start()
+    await asyncio.to_thread(again.remove_segments, "things", [1])
+    await again.close()
+    segment_path(tmp_path, "things", 1).write_bytes(data)
+    assert Journal(tmp_path).damage == []
+    assert kept(tmp_path) == list(range(10))
+
+
+async def test_a_segment_under_two_numbers_is_read_once(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 20)
+    shutil.copy(segment_path(tmp_path, "things", 1), segment_path(tmp_path, "things", 7))
+    journal = Journal(tmp_path)
+    assert {(span.segment, span.reason) for span in journal.damage} == {(7, DamageReason.REPEATED)}
+    assert kept(tmp_path) == list(range(20))
+
+
+async def test_records_of_a_later_format_are_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "FORMAT", 2)
+    await write(tmp_path, 0, 2)
+    before = {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)}
+    monkeypatch.setattr(frames, "FORMAT", 1)
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(CorruptDataError, match="format 2, and this release reads format 1"):
+        Journal(tmp_path)
+    assert {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)} == before
+
+
+async def test_the_first_intact_record_of_a_key_is_found(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    for n in (1, 2):
+        await journal.append("things", "same", lambda n=n: {"n": n})
+    await journal.close()
+    path = segment_path(tmp_path, "things", 1)
+    path.write_bytes(flipped(path.read_bytes(), frames.header_bytes("same") + 3))
+    with closing(JournalReader(tmp_path)) as reader:
+        assert reader.find("things", ["same"]) == {"same": {"n": 2}}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LOCK_S", 0.01)
+    monkeypatch.setattr(keeper, "OPEN_S", 0.01)
+    monkeypatch.setattr(keeper, "RETRY_S", 0.01)
+    monkeypatch.setattr("services.orchestrator.journal.reader.LOCK_S", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_another_holder_of_the_index_stops_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    await put(journal, range(3))
+    with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        await asyncio.wait_for(put(journal, range(3, 9)), 10)
+        assert kept(tmp_path) == list(range(9)), "what is acknowledged is found, before the index has it"
+        again = Journal(tmp_path)
+        assert again.damage == []
+        other.execute("ROLLBACK")
+    await put(journal, range(9, 10))
+    await asyncio.sleep(0.05)
+    await put(journal, range(10, 11))
+    await journal.close()
+    assert kept(tmp_path) == list(range(11))
+    assert keeper.IndexKeeper(tmp_path).found == []
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["removed", "random", "emptied", "scribbled", "without a table"])
+async def test_an_index_spoiled_while_it_is_used_stops_nothing(tmp_path: Path, how: str) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    await put(journal, range(3))
+    if how == "without a table":
+        with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+            other.execute("DROP TABLE segments")
+    else:
+        SPOILED[how](tmp_path / INDEX_FILE)
+    for n in range(3, 9):
+        await asyncio.wait_for(put(journal, range(n, n + 1)), 10)
+        await asyncio.sleep(0.02)
+    assert kept(tmp_path) == list(range(9))
+    await journal.close()
+    assert kept(tmp_path) == list(range(9))
+    await write(tmp_path, 9, 1)
+    assert kept(tmp_path) == list(range(10))
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_reader_that_stays_does_not_let_the_wal_file_grow_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_WAL_BYTES", 200_000)
+    journal = Journal(tmp_path)
+    journal.start()
+    await put(journal, range(64))
+    with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+        other.execute("BEGIN")
+        other.execute("SELECT COUNT(*) FROM records").fetchone()
+        for n in range(64, 150):
+            await put(journal, range(n, n + 1))
+            await asyncio.sleep(0.002)
+        assert (tmp_path / f"{INDEX_FILE}-wal").stat().st_size < 400_000
+        assert kept(tmp_path) == list(range(150))
+    await asyncio.sleep(0.02)
+    await put(journal, range(150, 151))
+    assert kept(tmp_path) == list(range(151))
+    await journal.close()
+
+
+def test_a_header_tells_a_record_and_nothing_else_does() -> None:
+    payload = Packer().pack(b'{"a":1}\n')
+    whole = write_header(7, 1.5, "gruppe-ä", payload) + payload
+    assert frames.read_header(whole) == frames.Header(
+        7, 1.5, "gruppe-ä", len(payload), frames.checksum_of(payload), len(whole) - len(payload)
+    )
+    size = frames.header_bytes("gruppe-ä")
+    for length in range(size):
+        with pytest.raises(frames.Incomplete):
+            frames.read_header(whole[:length])
+    for at in range(8 * size):
+        with pytest.raises(frames.Unreadable):
+            frames.read_header(flipped(whole, at // 8, at % 8))
+    with pytest.raises(ValueError, match="65535"):
+        write_header(1, 0.0, "x" * 70_000, payload)
+
+
+@pytest.mark.parametrize("payload", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8])
+def test_a_payload_that_is_no_frame_of_a_bounded_size_is_refused(payload: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        frames.Unpacker().unpack(payload)
+
+
+async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(tmp_path, 0, COUNT)
+    (tmp_path / INDEX_FILE).unlink()
+    path, real = segment_path(tmp_path, "others", 1), os.pread
+    inode = path.stat().st_ino
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and offset + length > 1000:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr("services.orchestrator.journal.scan._READ_BYTES", 100)
+    journal = Journal(tmp_path)
+    assert [(span.kind, span.reason) for span in journal.damage] == [("others", DamageReason.UNREADABLE)]
+    found = kept(tmp_path)
+    assert [n for n in found if n % 2 == 0] == list(range(0, COUNT, 2))
+    assert 0 < sum(n % 2 for n in found) < COUNT // 2

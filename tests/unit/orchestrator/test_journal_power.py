@@ -1,0 +1,228 @@
+"""``durability``: what is acknowledged survives a power cut at any write, or a kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.journal import writer
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.segments import COLLECTED
+from services.orchestrator.journal.writer import Journal
+from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
+
+KINDS = ("things", "others", "rare")
+
+
+async def put(journal: Journal, files: RecordingFiles, *numbers: int) -> None:
+    """Submit together; each acknowledgement is a part of the trace."""
+    kinds = [KINDS[2 if number % 7 == 0 else number % 2] for number in numbers]
+    await asyncio.gather(
+        *(
+            journal.append(kind, f"k{n}", lambda n=n: {"n": n}, lambda n=n: files.trace.append(("acknowledged", n)))
+            for kind, n in zip(kinds, numbers, strict=True)
+        )
+    )
+
+
+def kept(directory: Path) -> list[int]:
+    """By opening the journal as a start does."""
+    journal = Journal(directory)
+    with closing(JournalReader(directory)) as reader:
+        loaded = [reader.load(row) for row in reader.rows() if row.kind != COLLECTED]
+    journal._index.close()
+    return [record["n"] for record in loaded if record is not None]
+
+
+def check_every_cut(
+    trace: list[Operation], scratch: Path, indexes: list[Path], choices: int, collected: frozenset[int] = frozenset()
+) -> int:
+    """Cut the power after each operation; returns how many states were recovered from."""
+    disk, acknowledged, num_states = Disk("journal"), set[int](), 0
+    for position, operation in enumerate(trace):
+        if operation[0] == "acknowledged":
+            acknowledged.add(operation[1])
+        elif operation[0] == "begins":
+            acknowledged |= operation[1]
+        else:
+            disk.apply(operation)
+        for choice in range(choices):
+            draw = random.Random(f"{position} {choice}")
+            directory = scratch / f"{position}-{choice}"
+            directory.mkdir()
+            for name, content in disk.lose_power(draw).items():
+                (directory / name).write_bytes(content)
+            if index := draw.choice([None, *indexes]):
+                shutil.copy(index, directory / INDEX_FILE)
+            found = kept(directory)
+            assert len(found) == len(set(found)), f"a record twice: {found}"
+            lost = acknowledged - set(found) - collected
+            assert not lost, f"lost after operation {position} {operation[:3]}, choice {choice}: {sorted(lost)}"
+            shutil.rmtree(directory)
+            num_states += 1
+    return num_states
+
+
+async def one_life(directory: Path, files: RecordingFiles, first: int, **settings: int) -> Path:
+    """Single records, a burst, a write that fails half way; returns a copy of the index of its middle."""
+    journal = Journal(directory, durability="power", files=files, **settings)
+    journal.start()
+    for number in range(first, first + 4):
+        await put(journal, files, number)
+    middle = directory.parent / f"index-{first}.sqlite"
+    shutil.copy(directory / INDEX_FILE, middle)
+    await put(journal, files, *range(first + 4, first + 12))
+    files.fail_writes_of = f"k{first + 13}".encode()
+    await put(journal, files, *range(first + 12, first + 16))
+    await journal.close()
+    return middle
+
+
+async def a_run(tmp_path: Path, files: RecordingFiles) -> list[Path]:
+    """Two lives with small segments."""
+    directory = tmp_path / "journal"
+    indexes = [await one_life(directory, files, first, segment_bytes=300) for first in (0, 100)]
+    return [*indexes, directory / INDEX_FILE]
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+
+
+async def test_what_is_acknowledged_survives_a_power_cut_at_any_operation(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    indexes = await a_run(tmp_path, files)
+    assert {"create", "write", "truncate", "sync", "sync_directory"} <= {operation[0] for operation in files.trace}
+    assert check_every_cut(files.trace, tmp_path, indexes, choices=1) > 100
+
+
+@pytest.mark.slow
+async def test_what_is_acknowledged_survives_any_of_many_power_cuts(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    indexes = await a_run(tmp_path, files)
+    check_every_cut(files.trace, tmp_path, indexes, choices=2)
+
+
+@pytest.mark.parametrize("left_out", ["sync", "sync_directory"])
+async def test_the_simulation_notices_a_sync_that_is_missing(tmp_path: Path, left_out: str) -> None:
+    files = RecordingFiles()
+    indexes = await a_run(tmp_path, files)
+    trace = [operation for operation in files.trace if operation[0] != left_out]
+    with pytest.raises(AssertionError, match="lost after operation"):
+        check_every_cut(trace, tmp_path, indexes, choices=1)
+
+
+async def test_what_a_start_found_unsynced_is_safe_once_it_acknowledges(tmp_path: Path) -> None:
+    """A process without syncs is killed; the next one, with syncs, builds on what it left in the page cache."""
+    directory, files = tmp_path / "journal", RecordingFiles()
+    first = Journal(directory, files=files)
+    first.start()
+    await put(first, files, *range(9))
+    await first.close()
+    unsure = [operation for operation in files.trace if operation[0] != "acknowledged"]
+    files.trace.clear()
+    second = Journal(directory, durability="power", files=files)
+    second.start()
+    files.trace.append(("begins", frozenset(range(9))))
+    await put(second, files, 9)
+    await second.close()
+    check_every_cut([*unsure, *files.trace], tmp_path, [directory / INDEX_FILE], choices=2)
+
+
+async def test_a_deleted_segment_is_named_before_it_goes_at_any_power_cut(tmp_path: Path) -> None:
+    directory, files = tmp_path / "journal", RecordingFiles()
+    journal = Journal(directory, durability="power", files=files, segment_bytes=1)
+    journal.start()
+    for number in range(4):
+        await put(journal, files, number)
+    await asyncio.to_thread(journal.remove_segments, "others", [1])
+    await put(journal, files, 5)
+    await journal.close()
+    assert ("remove", "others-000001.jsonl.zst") in files.trace
+    disk = Disk("journal")
+    for position, operation in enumerate(files.trace):
+        disk.apply(operation)
+        for choice in range(2):
+            state = tmp_path / f"{position}-{choice}"
+            state.mkdir()
+            for name, content in disk.lose_power(random.Random(f"{position} {choice}")).items():
+                (state / name).write_bytes(content)
+            found = kept(state)
+            with closing(JournalReader(state)) as reader:
+                deleted = {row.key for row in reader.rows_of(COLLECTED)}
+            if ("acknowledged", 1) in files.trace[: position + 1]:
+                assert 1 in found or deleted == {"others/1"}
+            shutil.rmtree(state)
+
+
+async def test_without_power_durability_nothing_is_synced(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    journal = Journal(tmp_path, files=files)
+    journal.start()
+    await put(journal, files, 1, 2)
+    await journal.close()
+    assert not {operation[0] for operation in files.trace} & {"sync", "sync_directory"}
+
+
+async def test_new_segments_share_one_sync_of_the_directory(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    journal = Journal(tmp_path, durability="power", files=files)
+    before = len(files.trace)
+    journal.start()
+    await asyncio.gather(*(journal.append(f"kind_{chr(97 + n)}", "", dict) for n in range(20)))
+    await journal.close()
+    operations = [operation[0] for operation in files.trace[before:]]
+    assert operations.count("create") == 20
+    assert operations.count("sync_directory") <= journal.num_commits
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from services.orchestrator.journal.writer import Journal
+
+async def main():
+    journal = Journal(Path(sys.argv[1]))
+    journal.start()
+    n = int(sys.argv[2])
+    while True:
+        await asyncio.gather(*(journal.append("things", str(m), lambda m=m: {"n": m}) for m in range(n, n + 20)))
+        n += 20
+        print(n, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path) -> None:
+    acknowledged = 0
+    draw = random.Random(2)
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(acknowledged + 1000)], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )  # fmt: skip
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(draw.uniform(0.0, 0.3))
+        child.kill()
+        told = [int(line) for line in child.stdout.read().split()]
+        child.wait(10)
+        child.stdout.close()
+        before, acknowledged = acknowledged, max([acknowledged, *told])
+        found = kept(tmp_path)
+        assert found == sorted(set(found)), "each once, in order"
+        if told:
+            assert set(range(before + 1000, acknowledged)) <= set(found)

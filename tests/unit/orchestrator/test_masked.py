@@ -1,0 +1,134 @@
+"""Samples that machinery leaves without a reward: counted by policy and cause; too large a share pauses the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from services.cli.progress_view import render
+from services.common.fates import TOO_OLD
+from services.common.masked import MaskedCause, cause_of
+from services.common.pb import run_pb2
+from services.common.rpc.status import CLASS_OF_REASON
+from services.common.types import RolloutPhase, RolloutTiming
+from services.orchestrator.masked import MaskedSamples
+from services.orchestrator.watch import Watch
+from tests.unit.orchestrator.builders import failure, trajectory
+from tests.unit.orchestrator.world import World
+
+
+def masked(max_share: float = 0.25, window: int = 8) -> tuple[MaskedSamples, Counter[str]]:
+    counters: Counter[str] = Counter()
+    return MaskedSamples(counters, max_share, window), counters
+
+
+def test_every_cause_has_an_advice_and_machinery_its_own_reason() -> None:
+    assert all(cause.advice for cause in MaskedCause)
+    found = {cause_of(reason) for reason in [*CLASS_OF_REASON, "REPLICAS_LOST", "INVALID_RECORD", "KeyError"]}
+    assert found == set(MaskedCause)
+
+
+def test_samples_are_counted_by_policy_and_cause() -> None:
+    samples, counters = masked()
+    samples.resolved(("a", "b"), failure(reason="GRADER_FAILED"))
+    samples.resolved(("a",), failure(reason="CAPACITY_EXHAUSTED"))
+    samples.resolved(("a",), failure(reason=TOO_OLD))
+    samples.resolved(("a",), trajectory("g", 0))
+    assert counters == {"masked/a/grader_failed": 1, "masked/b/grader_failed": 1, "masked/a/capacity": 1}
+    assert samples.share("a") == pytest.approx(2 / 3) and samples.share("nobody") == 0.0
+
+
+def test_what_was_played_again_is_counted_apart_and_masks_nothing() -> None:
+    samples, counters = masked()
+    phases = tuple(RolloutPhase(what="retry", begin_s=0.0, seconds=0.1, detail=reason) for reason in
+                   ("GRADER_FAILED", "GRADER_FAILED", "EPISODE_NOT_FOUND"))  # fmt: skip
+    samples.resolved(("a",), replace(trajectory("g", 0), timing=RolloutTiming(num_retries=3, phases=phases)))
+    assert counters == {"redrawn/a/grader_failed": 1, "redrawn/a/episode_lost": 1}
+    assert samples.share("a") == 0.0
+
+
+def test_a_share_above_the_bound_is_said_with_its_cause_once_half_of_the_window_is_there() -> None:
+    samples, _ = masked()
+    for _ in range(3):
+        samples.resolved(("a",), failure(reason="GRADER_FAILED"))
+    assert samples.too_many() == ""
+    samples.resolved(("a",), failure(reason="INFRASTRUCTURE"))
+    told = samples.too_many()
+    assert "100% of the newest 4 rollouts of a" in told and "3 grader_failed, 1 infrastructure" in told
+    assert "rollout.max_masked_share" in told and MaskedCause.GRADER_FAILED.advice in told
+    samples.forget()
+    assert samples.too_many() == "" and samples.share("a") == 0.0
+
+
+def test_one_policy_does_not_hide_behind_another_and_old_rollouts_are_forgotten() -> None:
+    samples, _ = masked()
+    for _ in range(8):
+        samples.resolved(("good",), trajectory("g", 0))
+        samples.resolved(("bad",), failure(reason="GRADER_FAILED"))
+    assert "of bad" in samples.too_many()
+    for _ in range(8):
+        samples.resolved(("bad",), trajectory("g", 0))
+    assert samples.too_many() == ""
+
+
+def test_what_a_rule_of_the_recipe_decides_is_counted_and_bounds_nothing() -> None:
+    samples, counters = masked()
+    for _ in range(8):
+        samples.resolved(("a",), failure(reason="ROLLOUT_TIMEOUT"))
+    assert counters == {"masked/a/rollout_timeout": 8} and samples.too_many() == ""
+
+
+def test_a_share_of_one_switches_the_bound_off() -> None:
+    samples, _ = masked(max_share=1.0)
+    for _ in range(8):
+        samples.resolved(("a",), failure(reason="GRADER_FAILED"))
+    assert samples.too_many() == ""
+
+
+async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goes_on_when_resumed(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(rollout={"max_masked_share": 0.3, "masked_window": 8}, size=16, max_staleness=4)
+    ring, watch, replica = world.ring, Watch(world.ring), world.join()
+    await world.publish(0)
+    world.train()
+
+    async def play(*failed: int) -> None:
+        for order in (await world.orders(replica))[:1]:
+            name = order.task_group_id
+            await world.send(*(
+                failure(name, i, "GRADER_FAILED") if i in failed else trajectory(name, i, reward=float(i % 2))
+                for i in order.indices
+            ))  # fmt: skip
+        world.clock.now += 2
+        await watch.tick()
+
+    await play(0)
+    assert not ring.control.paused  # 1 of 4
+    await play(2, 3)
+    assert ring.control.paused  # 3 of 8
+    for part in ("3 grader_failed", "model0", "max_masked_share 0.3", "millrace resume"):
+        assert part in ring.dispatcher.held_back
+    assert ring.counters["masked/model0/grader_failed"] == 3 and ring.counters["pauses_for_failures"] == 1
+    ring.resume()
+    world.clock.now += 2
+    await watch.tick()
+    assert not ring.control.paused and "max_masked_share" not in ring.dispatcher.held_back
+    await world.crash()
+    assert world.ring.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
+
+
+def test_watch_shows_masked_samples_by_policy_and_cause() -> None:
+    counters = {"masked/model0/grader_failed": 12, "redrawn/model0/episode_lost": 3, "task_groups_issued": 7}
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(render(run_pb2.RunProgress(counters=counters), "run"))
+    text = shown.get()
+    assert (
+        "12 rollouts of model0 masked: grader failed" in text and "3 rollouts of model0 redrawn: episode lost" in text
+    )
+    assert "task_groups_issued 7" in text and "masked/" not in text

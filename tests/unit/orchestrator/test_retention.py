@@ -1,0 +1,212 @@
+"""What retention deletes and rewrites, and that nothing that is needed goes with it, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.journal import compaction, records, rollouts
+from services.orchestrator.journal.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.retention import collect
+from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.writer import Journal
+from tests.unit.orchestrator.builders import sequence, trajectory
+
+Open = Callable[..., Journal]
+
+
+@pytest.fixture
+async def open_journal(tmp_path: Path) -> AsyncIterator[Open]:
+    made: list[Journal] = []
+
+    def open_it(**settings: Any) -> Journal:
+        made.append(Journal(tmp_path, **settings))
+        made[-1].start()
+        return made[-1]
+
+    yield open_it
+    for journal in made:
+        await journal.close()
+
+
+async def store(journal: Journal, *names: str) -> None:
+    for name in names:
+        made = trajectory(name, 0, sequence(num_tokens=50))
+        await journal.append(records.TRAJECTORY, f"{name}/0", lambda made=made: rollouts.trajectory_to_json(made))
+
+
+async def train(journal: Journal, step: int, *names: str, policy: str = "model0") -> None:
+    entries = tuple(
+        records.BatchEntry(
+            sequence_id=f"{name}/0/0", minibatch=0, position=0, group_mean=0.0, group_std=1.0, group_size=1,
+            staleness=0, num_tokens=4,
+        )
+        for name in names
+    )  # fmt: skip
+    batch = records.BatchRecord(policy=policy, training_step=step, entries=entries, minibatches=())
+    await journal.append(records.BATCH, f"{policy}/{step}", lambda: records.batch_to_json(batch))
+
+
+def left(directory: Path) -> list[str]:
+    """Task groups whose trajectory can be read."""
+    reader = JournalReader(directory)
+    try:
+        return [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)]
+    finally:
+        reader.close()
+
+
+def facts(directory: Path) -> tuple[list[Any], list[Any]]:
+    reader = JournalReader(directory)
+    try:
+        return reader.gaps(), reader.damage()
+    finally:
+        reader.close()
+
+
+async def test_what_a_replay_from_the_oldest_kept_checkpoint_needs_stays(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=1)  # a record a segment
+    names = ("old", "checkpointed", "replayable", "buffered", "newest")
+    await store(journal, *names)
+    for step, name in enumerate(names[:3], start=1):
+        await train(journal, step, name)
+    assert len(collect(journal, {"model0": 2}, live_groups={"buffered"}).removed) == 2
+    assert left(tmp_path) == ["replayable", "buffered", "newest"]
+    assert not collect(journal, {"model0": 2}, live_groups={"buffered"}).removed
+
+
+async def test_a_trajectory_stays_for_the_policy_that_needs_it_longest(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=1)
+    await store(journal, "a", "b", "last")
+    for step, name in ((1, "a"), (2, "b")):
+        await train(journal, step, name)
+        await train(journal, step, name, policy="model1")
+    collect(journal, {"model0": 2, "model1": 1}, ())
+    assert left(tmp_path) == ["b", "last"]
+
+
+async def filled(journal: Journal) -> None:
+    """Ten trajectories in one closed segment, of which two are needed."""
+    await store(journal, *(f"g{number}" for number in range(10)))
+    await journal.close()
+
+
+NEEDED = {"g3", "g7"}
+
+
+async def test_a_segment_in_which_little_is_needed_is_rewritten(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    size = segment_path(tmp_path, records.TRAJECTORY, 1).stat().st_size
+    found = collect(journal, {}, NEEDED)
+    assert (found.removed, found.rewritten) == ([], [(records.TRAJECTORY, 1)])
+    assert left(tmp_path) == ["g3", "g7", "new"]
+    assert segment_path(tmp_path, records.TRAJECTORY, 1).stat().st_size < 0.3 * size
+    assert facts(tmp_path) == ([], [])  # what went is not told as lost
+    assert not collect(journal, {}, NEEDED).rewritten
+    await store(journal, "newer")
+    await journal.close()
+    remove_index(tmp_path / INDEX_FILE)
+    journal = open_journal()
+    assert left(tmp_path) == ["g3", "g7", "new", "newer"]
+    assert journal.damage == [] and facts(tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize("dies_at", ["prepare", "record", "forget", "rename", "index"])
+@pytest.mark.parametrize("without_index", [False, True])
+async def test_a_process_that_dies_while_rewriting_loses_nothing(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, without_index: bool
+) -> None:
+    await filled(open_journal())
+    told: list[BaseException] = []
+    journal = open_journal(on_failure=told.append)
+    await store(journal, "new")
+
+    class DiedError(Exception):
+        pass
+
+    def dies(*args: Any, **kwargs: Any) -> None:
+        raise DiedError
+
+    real = compaction.take_place
+    places = {
+        "prepare": ("services.orchestrator.journal.files.Files.sync", dies),
+        "record": ("services.orchestrator.journal.keeper.IndexKeeper.replace", dies),
+        "forget": ("services.orchestrator.journal.compaction.take_place", dies),
+        "rename": ("services.orchestrator.journal.keeper.synchronise_one", dies),
+        "index": ("services.orchestrator.journal.compaction.take_place", lambda *args: (real(*args), dies())),
+    }
+    with monkeypatch.context() as dying:
+        dying.setattr(*places[dies_at])
+        dying.setattr("services.orchestrator.journal.writer.REMOVE_DEADLINE_S", 0.2)
+        with pytest.raises(Exception):  # noqa: B017 - the thread is gone, or the caller hears of it
+            await asyncio.to_thread(collect, journal, {}, NEEDED)
+    await journal.close()
+    if without_index:
+        remove_index(tmp_path / INDEX_FILE)
+    journal = open_journal()
+    assert NEEDED | {"new"} <= set(left(tmp_path))
+    assert journal.damage == [] and facts(tmp_path)[1] == []
+    assert not list(tmp_path.glob("*.compacting"))
+    await store(journal, "newer")
+    collect(journal, {}, {*NEEDED, "new"})
+    assert left(tmp_path) == ["g3", "g7", "new", "newer"]
+    assert facts(tmp_path) == ([], [])
+
+
+async def test_a_reader_finds_records_whose_segment_is_rewritten_under_it(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    reader = JournalReader(tmp_path)
+    rows = list(reader.rows_of(records.TRAJECTORY))
+    assert reader.load(rows[0]) is not None  # holds the file open
+    collect(journal, {}, NEEDED)
+    kept = [row for row in rows if row.key.partition("/")[0] in NEEDED]
+    assert len(kept) == 2 and all(reader.load(row) for row in kept)
+    reader._open_files.clear()  # another reader, with rows that it found before
+    assert all(reader.load(row) for row in kept)
+    fresh = list(reader.rows_of(records.TRAJECTORY))
+    assert all(reader.load(row) for row in fresh) and len(fresh) == 3
+    reader.close()
+
+
+async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    path = segment_path(tmp_path, records.TRAJECTORY, 1)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    remove_index(tmp_path / INDEX_FILE)
+    journal = open_journal()
+    await store(journal, "new")
+    found = collect(journal, {}, NEEDED)
+    assert not found.removed and not found.rewritten
+    assert path.read_bytes() == bytes(data)
+
+
+async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, tmp_path: Path) -> None:
+    for number in range(3):
+        journal = open_journal()
+        await journal.append(records.STATE, "", lambda number=number: {"n": number})
+        if number < 2:
+            await journal.close()
+    assert collect(journal, {}, ()).removed == [(records.STATE, 1), (records.STATE, 2)]
+    reader = JournalReader(tmp_path)
+    assert [reader.load(row) for row in reader.rows_of(records.STATE)] == [{"n": 2}]
+    reader.close()
+
+
+async def test_other_kinds_are_never_collected(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=1)
+    for kind in (records.GROUP, records.VERDICT, records.FAILURE, records.VERSION, records.EVALUATION):
+        for number in range(3):
+            await journal.append(kind, f"x/{number}", lambda number=number: {"n": number})
+    found = collect(journal, {}, ())
+    assert not found.removed and not found.rewritten

@@ -1,0 +1,82 @@
+"""Advantages and moments of rewards of any magnitude, and batches whose sequences cannot be trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+from services.common.config.algorithm import AlgorithmConfig
+from services.common.errors import InvalidRequestError
+from services.common.finite import mean_and_deviation
+from services.common.kept_tokens import left_out_row, pack
+from services.common.types import Segment
+from services.trainer.algorithms.advantages import (
+    Moments,
+    normalize,
+    over_batch_deviation,
+    reward_moments,
+    sequence_advantages,
+)
+from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, train_step, training_sequences
+
+MOST = sys.float_info.max
+REWARDS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=8)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce"])
+@given(rewards=REWARDS)
+@example(rewards=[MOST, -MOST])
+@example(rewards=[MOST, -MOST, -MOST])
+@example(rewards=[1.4e154, 0.0])
+def test_advantages_are_finite_for_all_finite_rewards(advantage: Any, rewards: list[float]) -> None:
+    mean, deviation = mean_and_deviation(rewards)
+    sequences = [
+        dataclasses.replace(
+            item,
+            sequence=dataclasses.replace(item.sequence, reward=reward),
+            group_mean=mean,
+            group_std=deviation,
+            group_size=len(rewards),
+        )
+        for item, reward in zip(training_sequences(len(rewards)), rewards, strict=True)
+    ]
+    config = AlgorithmConfig(advantage=advantage)
+    advantages = sequence_advantages(sequences, config)
+    assert np.isfinite(advantages).all()
+    moments = reward_moments(sequences)
+    assert math.isfinite(moments.mean) and math.isfinite(moments.deviation("sample"))
+    assert np.isfinite(over_batch_deviation(advantages, moments, config)).all()
+    own = Moments.of(advantages, np.ones_like(advantages))
+    assert np.isfinite(normalize(advantages, own, config)).all()
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (Segment.policy([1, 2], [-1.0, -1.0], 0, kept=pack([left_out_row([VOCAB])] * 2, 2)), f"the id {VOCAB}"),
+        (Segment.policy([1, 2], [-1.0, -1.0], 0, kept=b"\xff" * 40), "kept tokens"),
+        (Segment.policy([1, VOCAB], [-1.0, -1.0], 0), f"the token id {VOCAB}"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_named_before_the_forward_pass(said: Segment, fault: str) -> None:
+    sequences = training_sequences(4)
+    sequence = dataclasses.replace(sequences[2].sequence, segments=(Segment.environment([3]), said))
+    sequences[2] = dataclasses.replace(sequences[2], sequence=sequence)
+    with pytest.raises(InvalidRequestError, match=fault) as caught:
+        train_step(algorithm()).run(rank_batch(sequences))
+    assert caught.value.metadata["sequence_id"] == sequences[2].sequence_id
+
+
+def test_a_sequence_without_a_prompt_is_named_before_the_forward_pass() -> None:
+    sequences = training_sequences(4)
+    sequence = dataclasses.replace(sequences[0].sequence, segments=(Segment.policy([1, 2], [-1.0, -1.0], 0),))
+    sequences[0] = dataclasses.replace(sequences[0], sequence=sequence)
+    with pytest.raises(InvalidRequestError, match="needs a prompt"):
+        train_step(algorithm()).run(rank_batch(sequences))

@@ -1,0 +1,307 @@
+"""A damaged checkpoint: found wherever a byte differs, named, set aside; the one before is taken; nothing is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.common.checkpoints.directory import REASON, set_aside_before
+from services.common.checkpoints.manifest import MANIFEST, _digest
+from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
+from services.common.types import RankBatch
+from services.trainer.checkpoint import CheckpointIdentity, Checkpoints, DamagedCheckpointError
+from services.trainer.loop import CannotReplayError
+from services.trainer.sharding import Ranks
+from services.trainer.step import TrainStep
+from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, batch_of, make_step, open_in, weights
+from tests.unit.trainer_service.test_loop import STEPS, FakeLink, Trainer
+
+FILES = ("manifest.json", "weights_00000.safetensors", "optimizer_00000.safetensors", "model/config.json")
+MODEL_FILES = {"config.json": b'{"dtype": "float32"}'}
+
+
+def checkpoints_in(directory: Path) -> Checkpoints:
+    return Checkpoints(directory, IDENTITY, 2, Ranks.single(), MODEL_FILES)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two checkpoints, and the weights of the older."""
+    directory = tmp_path_factory.mktemp("saved")
+    step, checkpoints = make_step(), checkpoints_in(directory)
+    step.run(batch_of(1))
+    checkpoints.save(1, step.model, step.optimizer)
+    older = weights(step)
+    step.run(batch_of(2))
+    checkpoints.save(2, step.model, step.optimizer)
+    return directory, older
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[0], tmp_path / "checkpoints"))
+
+
+def restored(directory: Path) -> tuple[int, TrainStep, list[str]]:
+    step = make_step(seed=7)
+    checkpoints = checkpoints_in(directory)
+    return checkpoints.restore(step.model, step.optimizer), step, checkpoints.set_aside()
+
+
+def assert_falls_back(directory: Path, older: dict[str, Any], word: str) -> None:
+    begun, step, damaged = restored(directory)
+    assert begun == 1
+    assert_same(weights(step), older)
+    assert step.optimizer.num_updates == 2
+    ((of, aside),) = set_aside_before(directory)
+    assert of == 2 and aside.name == "step_000002.damaged"
+    assert word in (aside / REASON).read_text() and word in damaged[0]
+    assert restored(directory)[0] == 1, "it is set aside once and for all"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_anywhere_in_any_file_is_found(file: str, copied: Path) -> None:
+    path = copied / "step_000002" / file
+    whole = path.read_bytes()
+    step = make_step()
+    before = weights(step)
+    for number in range(60):
+        place = number * (len(whole) - 1) // 59
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << number % 8)]) + whole[place + 1 :])
+        with pytest.raises(DamagedCheckpointError, match=file):
+            open_in(copied).load(2, step.model, step.optimizer)
+    assert_same(before, weights(step))
+    path.write_bytes(whole)
+    open_in(copied).load(2, step.model, step.optimizer)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("left", [0.0, 0.3, 0.999])
+def test_a_truncated_file_leads_to_the_checkpoint_before(
+    file: str, left: float, copied: Path, saved: tuple[Path, dict[str, Any]]
+) -> None:
+    path = copied / "step_000002" / file
+    os.truncate(path, int(path.stat().st_size * left))
+    assert_falls_back(copied, saved[1], file)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_missing_or_longer_or_replaced_file_leads_to_the_checkpoint_before(
+    file: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    def longer(path: Path) -> None:
+        path.write_bytes(path.read_bytes() + b"\0")
+
+    def linked(path: Path) -> None:
+        path.unlink()
+        path.symlink_to("/dev/zero")  # which has no end
+
+    def piped(path: Path) -> None:
+        path.unlink()
+        os.mkfifo(path)  # which nobody will ever write to
+
+    def directory(path: Path) -> None:
+        path.unlink()
+        path.mkdir()
+
+    for number, harm in enumerate((Path.unlink, longer, linked, piped, directory)):
+        copied = Path(shutil.copytree(saved[0], tmp_path / str(number)))
+        harm(copied / "step_000002" / file)
+        assert_falls_back(copied, saved[1], file)
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize("file", [*FILES, ".metadata", "random_state_0.bin", "__0_0.distcp", "pytorch_model.bin"])
+def test_a_pickle_in_place_of_any_file_is_never_executed(
+    file: str, copied: Path, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    mark = tmp_path / "executed"
+    pickled = pickle.dumps(Payload(mark))
+    assert b"touch" in pickled
+    (copied / "step_000002" / file).write_bytes(pickled)
+    if file in FILES:
+        assert_falls_back(copied, saved[1], file)
+    else:
+        assert restored(copied)[0] == 2, "a file that the manifest does not name is not read"
+    assert not mark.exists()
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Somebody else's manifest: its own digest is right."""
+    content = orjson.loads((path / MANIFEST).read_bytes())["content"]
+    change(content)
+    (path / MANIFEST).write_bytes(orjson.dumps({"content": content, "digest": _digest(content)}))
+
+
+def _file(content: dict[str, Any], **changes: Any) -> None:
+    content["files"][0].update(changes)
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a name outside the directory": lambda c: _file(c, name="../step_000001/weights_00000.safetensors"),
+    "an absolute name": lambda c: _file(c, name="/etc/passwd"),
+    "a part behind the end": lambda c: c["files"][0]["parts"][0].__setitem__(3, 1 << 40),
+    "a part before the begin": lambda c: c["files"][0]["parts"][0].__setitem__(3, -8),
+    "parts that leave a hole": lambda c: c["files"][0]["parts"].pop(),
+    "parts that overlap": lambda c: c["files"][0]["parts"].append(c["files"][0]["parts"][0]),
+    "a part of no tensor": lambda c: c["files"][0]["parts"][0].__setitem__(0, "weights/none"),
+    "no element type": lambda c: next(iter(c["tensors"].values())).__setitem__(0, "object"),
+    "a shape of words": lambda c: next(iter(c["tensors"].values())).__setitem__(1, ["many"]),
+    "a count that is none": lambda c: c.update(num_updates=True),
+    "no digest": lambda c: _file(c, digest="md5:00"),
+    "another format": lambda c: c.update(format=2),
+    "a list": lambda c: c.update(files={"a": 1}),
+    "another step": lambda c: c.update(training_step=1),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_manifest_is_damage(name: str, copied: Path, saved: tuple[Path, dict[str, Any]]) -> None:
+    forge(copied / "step_000002", FORGED[name])
+    assert_falls_back(copied, saved[1], MANIFEST)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"null", b"{}", b"[" * 100_000, b'{"content": 1, "digest": 2}'])
+def test_a_manifest_of_another_shape_is_damage(text: bytes, copied: Path, saved: tuple[Path, dict[str, Any]]) -> None:
+    (copied / "step_000002" / MANIFEST).write_bytes(text)
+    assert_falls_back(copied, saved[1], MANIFEST)
+
+
+def test_of_several_damaged_ones_the_newest_whole_one_is_taken(copied: Path) -> None:
+    shutil.copytree(copied / "step_000002", copied / "step_000009")  # its manifest is that of step 2
+    (copied / "step_000002" / "weights_00000.safetensors").unlink()
+    begun, _, damaged = restored(copied)
+    assert begun == 1
+    assert [text.partition(" ")[0] for text in damaged] == ["step_000002.damaged:", "step_000009.damaged:"]
+
+
+def test_without_a_whole_one_the_initial_model_is_left_as_it_was(copied: Path) -> None:
+    for step in (1, 2):
+        (copied / f"step_00000{step}" / "optimizer_00000.safetensors").write_bytes(b"")
+    begun, step, damaged = restored(copied)
+    assert begun == 0 and len(damaged) == 2
+    assert_same(weights(step), weights(make_step(seed=7)))
+    assert step.optimizer.num_updates == 0 and not step.optimizer.adamw.state
+
+
+def test_a_second_damaged_checkpoint_of_a_step_has_a_name_of_its_own(copied: Path) -> None:
+    for _ in range(2):
+        (copied / "step_000002" / MANIFEST).unlink()
+        restored(copied)
+        shutil.copytree(copied / "step_000001", copied / "step_000002")
+    names = sorted(path.name for _, path in set_aside_before(copied))
+    assert names == ["step_000002.damaged", "step_000002.damaged-2"]
+
+
+def test_a_whole_checkpoint_of_another_run_is_refused_and_not_set_aside(copied: Path) -> None:
+    step = make_step()
+    other = Checkpoints(copied, CheckpointIdentity(run_id="other", policy="p"), 2, Ranks.single())
+    with pytest.raises(ModelMismatchError, match="belongs to run_id 'r'"):
+        other.restore(step.model, step.optimizer)
+    assert set_aside_before(copied) == []
+
+
+def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's file, or too many open ones: the medium is all right, so nothing is renamed."""
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    step = make_step()
+    with pytest.raises(InfrastructureError, match="Permission denied"):
+        checkpoints_in(copied).restore(step.model, step.optimizer)
+    assert set_aside_before(copied) == []
+
+
+def test_a_directory_that_cannot_be_renamed_is_told(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (copied / "step_000002" / MANIFEST).unlink()
+
+    def read_only(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", read_only)
+    step = make_step()
+    with pytest.raises(ConfigError, match=r"setting a damaged checkpoint aside: .*Read-only file system"):
+        checkpoints_in(copied).restore(step.model, step.optimizer)
+
+
+# -- the loop from there on ----------------------------------------------------------------------------------------------
+
+
+def dies_at(number: int) -> Callable[[FakeLink, int], None]:
+    def die(link: FakeLink, step: int) -> None:
+        if step == number:
+            raise KeyboardInterrupt
+
+    return die
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """It replays from the one before, publishes nothing again but the newest, and tells what it keeps."""
+    undisturbed = FakeLink()
+    Trainer(tmp_path / "undisturbed", undisturbed).live()
+    first = FakeLink(before_pull=dies_at(5))
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(tmp_path / "run", first).live()  # checkpoints 2 and 4
+    (tmp_path / "run" / "step_000004" / "optimizer_00000.safetensors").write_bytes(b"none")
+
+    second = FakeLink(ledger=first.ledger)
+    assert Trainer(tmp_path / "run", second).live() == STEPS
+    assert second.pulls == [3, 4, 5]
+    assert second.ledger == undisturbed.ledger
+    assert second.gauges["damaged_checkpoints"] == 1
+    assert second.kept == [[2], [2, 5]]
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_batches_that_the_journal_has_lost_are_a_refusal_that_says_what_to_do(tmp_path: Path, num_damaged: int) -> None:
+    first = FakeLink(before_pull=dies_at(5))
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(tmp_path, first).live()
+    for step in (4, 2)[:num_damaged]:
+        (tmp_path / f"step_00000{step}" / MANIFEST).unlink()
+
+    class Forgetful(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            raise BatchLostError(f"the batch of step {training_step} of p lacks trajectories g3")
+
+    begin = ["the checkpoint of step 2", "the initial model"][num_damaged - 1]
+    with pytest.raises(CannotReplayError) as refused:
+        Trainer(tmp_path, Forgetful(ledger=first.ledger)).live()
+    assert "the run is at step 4; its newer checkpoints are damaged" in refused.value.message
+    assert f"going on from {begin} needs the batch of step {[3, 1][num_damaged - 1]}" in refused.value.message
+    assert "step_000004.damaged: " in refused.value.message
+    assert "millrace checkpoints RUN" in refused.value.message and "millrace export RUN" in refused.value.message
+
+    # Whoever accepts the loss says so by removing them.
+    for path in tmp_path.glob("*.damaged"):
+        shutil.rmtree(path)
+
+    class WithoutThatStep(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            if training_step <= 4:
+                raise BatchLostError(f"the batch of step {training_step} of p lacks trajectories g3")
+            return super().pull(training_step)
+
+    resumed = Trainer(tmp_path, WithoutThatStep(ledger=first.ledger))
+    assert resumed.live() == STEPS

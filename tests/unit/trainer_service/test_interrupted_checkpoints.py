@@ -1,0 +1,219 @@
+"""A save that is cut short at any operation on files: earlier checkpoints stay usable, what is left is ignored and swept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.process import run_and_leave
+from services.trainer.checkpoint import CheckpointFailedError
+from services.trainer.step import TrainStep
+from tests.unit.trainer_service.test_checkpoint import assert_same, make_step, weights
+from tests.unit.trainer_service.test_damaged_checkpoints import checkpoints_in
+
+OPERATIONS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")  # of a save and of a removal
+ROOT = Path(__file__).parents[3]
+
+
+class Killed(BaseException):
+    """As kill -9: nothing that heeds errors heeds it."""
+
+
+@contextmanager
+def cut_at(number: int, then: Callable[[], None], beneath: Path) -> Iterator[list[str]]:
+    """Do ``then`` in place of the operation of that number on files beneath a directory; yields what was done."""
+    done: list[str] = []
+    originals = {name: getattr(os, name) for name in OPERATIONS}
+    fds: set[int] = set()
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def operate(target: Any, *arguments: Any, **options: Any) -> Any:
+            if target not in fds and not str(target).startswith(str(beneath)) and "dir_fd" not in options:
+                return originals[name](target, *arguments, **options)
+            done.append(name)
+            if len(done) == number + 1:
+                then()
+            result = originals[name](target, *arguments, **options)
+            if name == "open":
+                fds.add(result)
+            elif name == "close":
+                fds.discard(target)
+            return result
+
+        return operate
+
+    for name in OPERATIONS:
+        setattr(os, name, wrapped(name))
+    try:
+        yield done
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+def assert_usable(directory: Path, other: TrainStep, saved: dict[str, Any]) -> int:
+    """Whatever is there under a name of its own is whole; the next save sweeps the rest."""
+    checkpoints = checkpoints_in(directory)
+    for parameter in other.model.parameters():
+        parameter.data.zero_()
+    begun = checkpoints.restore(other.model, other.optimizer)
+    assert begun in (2, 3) and checkpoints.set_aside() == []
+    assert_same(saved, weights(other))
+    assert 2 in checkpoints.kept(), "the one before is there until the new one is durable, and after it"
+    checkpoints.save(4, other.model, other.optimizer)
+    assert sorted(path.name for path in directory.iterdir()) == [f"step_{begun:06d}", "step_000004"]
+    return begun
+
+
+def cut_everywhere(tmp_path: Path, how: Callable[[int, Path], bool]) -> list[int]:
+    """What each cut leaves to begin from, until a save goes through."""
+    begun = []
+    step, other = make_step(), make_step()
+    for number in (1, 2):  # 3 is about to be saved, after which 1 is removed
+        checkpoints_in(tmp_path / "before").save(number, step.model, step.optimizer)
+    for number in range(500):
+        directory = Path(shutil.copytree(tmp_path / "before", tmp_path / str(number)))
+        finished = how(number, directory)
+        begun.append(assert_usable(directory, other, weights(step)))
+        if finished:
+            return begun
+    raise AssertionError("a save has no end")
+
+
+def test_a_failure_of_any_operation_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+    step = make_step()
+
+    def fail() -> None:
+        raise OSError(5, "Input/output error")
+
+    def save(number: int, directory: Path) -> bool:
+        with cut_at(number, fail, directory) as done:
+            with contextlib.suppress(CheckpointFailedError):
+                checkpoints_in(directory).save(3, step.model, step.optimizer)
+        return len(done) <= number
+
+    begun = cut_everywhere(tmp_path, save)
+    assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
+
+
+def test_a_process_that_ends_at_any_operation_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+    step = make_step()
+
+    def end() -> None:
+        raise Killed
+
+    def save(number: int, directory: Path) -> bool:
+        with cut_at(number, end, directory):
+            try:
+                checkpoints_in(directory).save(3, step.model, step.optimizer)
+            except Killed:
+                return False
+        return True
+
+    begun = cut_everywhere(tmp_path, save)
+    assert begun == sorted(begun), "from one operation on, the new one is there"
+    assert begun[0] == 2 and begun[-1] == 3
+
+
+def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path) -> None:
+    """What a power cut leaves: only what was synced, so every file and directory is, before the rename and after it."""
+    step = make_step()
+    checkpoints_in(tmp_path / "run" / "checkpoints" / "p").save(1, step.model, step.optimizer)
+    opened: dict[int, str] = {}
+    unsynced: set[str] = set()
+    order: list[str] = []
+    originals = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir")}
+
+    def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        fd = int(originals["open"](path, flags, *rest, **options))
+        opened[fd] = str(path)
+        if flags & os.O_CREAT:
+            unsynced.update({str(path), str(Path(path).parent)})
+        return fd
+
+    def mkdir(path: Any, *rest: Any, **options: Any) -> None:
+        originals["mkdir"](path, *rest, **options)
+        unsynced.update({str(path), str(Path(path).parent)})
+
+    def write(fd: int, data: Any) -> int:
+        unsynced.add(opened[fd])
+        return int(originals["write"](fd, data))
+
+    def fsync(fd: int) -> None:
+        originals["fsync"](fd)
+        unsynced.discard(opened[fd])
+        order.append(opened[fd])
+
+    def rename(source: Any, target: Any) -> None:
+        if str(target).endswith("step_000002"):
+            left = {path for path in unsynced if path.startswith(str(source))}
+            assert left == set(), f"not durable: {left}"
+            assert str(order[-1]) == str(source) and order[-2].endswith("manifest.json"), (
+                "the manifest is the last file"
+            )
+            unsynced.add(str(Path(target).parent))
+        elif str(source).endswith("step_000001"):
+            assert unsynced == set(), "nothing older goes before the new one's name is durable"
+        originals["rename"](source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, replaced in (
+            ("open", open_),
+            ("write", write),
+            ("fsync", fsync),
+            ("rename", rename),
+            ("mkdir", mkdir),
+        ):
+            patch.setattr(os, name, replaced)
+        checkpoints = checkpoints_in(tmp_path / "run" / "checkpoints" / "p")
+        checkpoints._keep = 1
+        checkpoints.save(2, step.model, step.optimizer)
+    assert checkpoints.kept() == [2]
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+    """The same with processes that are killed."""
+    argv = [sys.executable, "-m", "tests.unit.trainer_service.test_interrupted_checkpoints", str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    begun = [int(word) for word in done.stdout.split()[-1].split(",")]
+    assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
+
+
+def main() -> int:
+    """Fork a process for each cut, and kill it there; tell what each has left."""
+    import signal
+    import warnings
+
+    import structlog
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    warnings.simplefilter("ignore")
+    step = make_step()
+
+    def save(number: int, directory: Path) -> bool:
+        child = os.fork()
+        if not child:
+            with cut_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL), directory):
+                checkpoints_in(directory).save(3, step.model, step.optimizer)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) in (0, -signal.SIGKILL)
+        return os.waitstatus_to_exitcode(status) == 0
+
+    sys.stdout.write(",".join(map(str, cut_everywhere(Path(sys.argv[1]), save))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_leave(main)
