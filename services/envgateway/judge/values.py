@@ -182,8 +182,8 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
     if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
         return False
     exact = isinstance(expected, Fraction) or isinstance(actual, Fraction)
-    difference = abs(complex(expected) - complex(actual)) if exact else abs(expected - actual)
-    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected))
+    difference = float(abs(complex(expected) - complex(actual)) if exact else abs(expected - actual))
+    return math.isfinite(difference) and difference <= tolerance * max(1.0, float(abs(expected)))
 
 
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
