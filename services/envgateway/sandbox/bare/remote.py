@@ -138,12 +138,19 @@ def _exception(reply: dict[str, Any]) -> Exception:
     return RuntimeError(reply["message"])
 
 
+_PLAIN = (list, tuple, set, frozenset, dict, plain.Opaque, plain.Linked, plain.Tree, plain.ListNode, plain.TreeNode)
+
+
 def outgoing(value: Any, link: Link) -> Any:
     """The tree of an argument; objects of the program go back as their numbers."""
 
     def number(remote: Any) -> str:
         if isinstance(remote, Remote):
             return str(remote._number())
+        if isinstance(
+            remote, _PLAIN
+        ):  # too deep, or nothing that our harness writes: only the program's answers are so
+            raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)
 
