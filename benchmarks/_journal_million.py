@@ -198,7 +198,9 @@ def _dump(record: Mapping[str, Any]) -> bytes:
 def _trajectory(name: str, index: int, random: np.random.Generator) -> Trajectory:
     prompt, length = random.integers(0, 30_000, 10), 24
     spoken = Segment.policy(
-        random.integers(0, 30_000, length), random.uniform(-2, 0, length).astype(np.float32), weight_version=0
+        random.integers(0, 30_000, length),
+        np.minimum(random.normal(-1, 0.3, length), 0).astype(np.float32),
+        weight_version=0,
     )
     sequence = Sequence(
         policy=POLICY, segments=(Segment.environment(prompt.tolist()), spoken), reward=float(index % 2),

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.checkpoints.told import checkpoint_warning
 from services.cli.refused import refusal_warning
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
@@ -35,6 +36,12 @@ def state_word(state: int) -> str:
     return STATE_WORDS.get(state, "unknown")  # type: ignore[call-overload,no-any-return]
 
 
+def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
+    """What somebody should look at, a line each, with its subject before the colon."""
+    found = (refusal_warning(progress.counters), checkpoint_warning(progress.counters))
+    return [warning for warning in found if warning]
+
+
 def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
     """The whole run as one panel: policies, replicas, evaluations, who waits for whom."""
     parts: list[RenderableType] = [_policies(progress), _replicas(progress)]
@@ -44,7 +51,7 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(time_table(shares_of(progress.accounts)))
     if progress.stalls:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
-    if warning := refusal_warning(progress.counters):
+    for warning in warnings_of(progress):
         parts.append(Text(f"  {warning}", style="bold yellow"))
     if warnings := journal_and_disk(progress):
         parts.append(Text("\n".join(f"  {line}" for line in warnings), style="bold yellow"))
@@ -204,7 +211,7 @@ class ProgressView:
         self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
-        self._warned_of_refusals = False
+        self._warned_of: set[str] = set()
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -237,9 +244,10 @@ class ProgressView:
             self._live.update(render(progress, self._title), refresh=True)
             return
         self._stalls.tell(progress.stalls)
-        if (warning := refusal_warning(progress.counters)) and not self._warned_of_refusals:
-            self._warned_of_refusals = True  # once: the counters say how many there are by now
-            self._print(warning, style="bold yellow")
+        for warning in warnings_of(progress):
+            if (subject := warning.partition(":")[0]) not in self._warned_of:
+                self._warned_of.add(subject)  # once: the counters say how many there are by now
+                self._print(warning, style="bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""

@@ -51,9 +51,9 @@ def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], fil
     return runs_of(left_out)
 
 
-def take_place(directory: Path, kind: str, segment: int) -> None:
+def take_place(directory: Path, kind: str, segment: int, files: Files) -> None:
     """Put what ``prepare`` wrote in the place of the segment."""
-    os.replace(_prepared(directory, kind, segment), segment_path(directory, kind, segment))
+    files.replace(_prepared(directory, kind, segment), segment_path(directory, kind, segment))
 
 
 def remove_prepared(directory: Path, files: Files) -> None:
