@@ -16,8 +16,10 @@ from services.cli.checkpoints.told import checkpoint_warning
 from services.cli.refused import refusal_warning
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
-from services.cli.units import format_change
+from services.cli.units import format_bytes, format_change, format_span
 from services.common.pb import run_pb2
+
+DISK_WARNING_S = 48 * 3600.0  # a disk that is full sooner is told
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -51,6 +53,8 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
     for warning in warnings_of(progress):
         parts.append(Text(f"  {warning}", style="bold yellow"))
+    if warnings := journal_and_disk(progress):
+        parts.append(Text("\n".join(f"  {line}" for line in warnings), style="bold yellow"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
     masked = _masked(progress.counters)
@@ -62,6 +66,21 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         )
         parts.append(Text(f"  {shown}", style="dim"))
     return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:
+    """What somebody should look at before it stops the run: a disk that fills up, records that cannot be used."""
+    lines: list[str] = []
+    disk = progress.disk
+    if disk.HasField("full_in_s") and disk.full_in_s < DISK_WARNING_S:
+        lines.append(
+            f"disk full in {format_span(disk.full_in_s)} at {format_bytes(3600 * disk.bytes_per_s)} an hour "
+            f"({format_bytes(disk.free_bytes)} free): make room, or docs/troubleshooting.md"
+        )
+    if progress.set_aside:
+        found = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
+        lines.append(f"records of the journal that are not used: {found}: millrace journal RUN list --set-aside")
+    return lines
 
 
 def _masked(counters: Mapping[str, int]) -> str:
@@ -189,6 +208,7 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
+        self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
         self._warned_of: set[str] = set()
@@ -233,6 +253,11 @@ class ProgressView:
             told = f", change {change} since {result.compared_with}" if change else ""
             self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}")
         self._num_evaluations = len(progress.evaluations)
+        for line in journal_and_disk(progress):
+            subject = line.partition(" ")[0] if line.startswith("disk") else line
+            if subject not in self._warned:
+                self._warned.add(subject)
+                self._print(line, style="bold yellow")
         if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
             self._print("\n".join(progress.waits), style="yellow")
