@@ -16,7 +16,7 @@ import json
 import sys
 from typing import Any
 
-from . import plain
+from . import changes, plain
 from .calls import read_frame, write_frame
 
 # What ends an iteration silently, wherever it is raised; groups, which cannot be made of a message alone.
@@ -118,7 +118,7 @@ class Link:
             return
         try:
             for index, tree in reply["changed"]:
-                plain.change(sent[index], self._read(tree))
+                changes.change(sent[index], self._read(tree))
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as broken:
             raise CallFailedError(f"no reply: {broken}") from None
 
