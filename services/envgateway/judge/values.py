@@ -195,8 +195,9 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
         return True
     if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
         return False
-    exact = isinstance(expected, Fraction) or isinstance(actual, Fraction)
-    difference = abs(complex(expected) - complex(actual)) if exact else abs(expected - actual)
+    if isinstance(expected, Fraction) or isinstance(actual, Fraction):
+        expected, actual = complex(expected), complex(actual)
+    difference: float = abs(expected - actual)
     return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected))
 
 

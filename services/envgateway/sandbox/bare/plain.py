@@ -247,6 +247,12 @@ def _tree_values(root: Any) -> list[Any]:
     return values
 
 
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ: dict[str, Callable[[list[Any]], Any]] = {
     "i": lambda parts: int(parts[0], 16),
     "f": lambda parts: float.fromhex(parts[0]),
@@ -269,12 +275,6 @@ _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "F": lambda parts: __import__("fractions").Fraction(*parts),
     "D": lambda parts: __import__("decimal").Decimal(parts[0]),
 }
-
-
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
 
 
 def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
