@@ -14,6 +14,7 @@ import builtins
 import functools
 import json
 import sys
+from collections import deque
 from typing import Any
 
 from . import changes, plain
@@ -138,12 +139,32 @@ def _exception(reply: dict[str, Any]) -> Exception:
     return RuntimeError(reply["message"])
 
 
+# What the values of replies are made of: only a program's answer can be one that is too deep to be written.
+_PLAIN = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    deque,
+    range,
+    plain.Opaque,
+    plain.Linked,
+    plain.Tree,
+    plain.ListNode,
+    plain.TreeNode,
+)
+_PLAIN_MODULES = ("numpy", "fractions", "decimal")
+
+
 def outgoing(value: Any, link: Link) -> Any:
     """The tree of an argument; objects of the program go back as their numbers."""
 
     def number(remote: Any) -> str:
         if isinstance(remote, Remote):
             return str(remote._number())
+        if isinstance(remote, _PLAIN) or type(remote).__module__ in _PLAIN_MODULES:
+            raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)
 
