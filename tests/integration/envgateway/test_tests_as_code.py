@@ -123,6 +123,25 @@ async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, tests: str) -
     assert result.outcome is RewardOutcome.GRADER_FAILED
 
 
+async def test_an_answer_that_is_handed_back_never_makes_its_sample_drop_out(judge: Judge) -> None:
+    tests = AssertTests(tests="for n in [1]:\n    assert candidate([candidate(n)]) == 5", entry_point="f")
+    inner = (
+        "deque([[]])",
+        "range(3)",
+        "Fraction(1, 3)",
+        "Decimal('1')",
+        "P(1)",
+        "np.arange(2)",
+        "np.longdouble(1)",
+        "object()",
+    )
+    head = "from collections import deque, namedtuple\nfrom fractions import Fraction\nfrom decimal import Decimal\nP = namedtuple('P', 'x')\n"
+    for value in inner:
+        code = f"{head}{'import numpy as np' if 'np.' in value else ''}\ndef f(n):\n    v = {value}\n    for _ in range(199): v = [v]\n    return v"
+        result = await judge.judge(JudgeRequest(code=code, tests=tests))
+        assert result.verdict.is_about_the_program and result.verdict is not Verdict.OK, (value, result)
+
+
 async def test_what_a_program_returns_never_makes_its_sample_drop_out(judge: Judge) -> None:
     """Whatever fails after the first call is the program's: else it could get rid of a 0."""
     tests = AssertTests(tests="for n in [1]:\n    assert sum(candidate(n)) / len(candidate(n)) == 2", entry_point="f")

@@ -247,6 +247,12 @@ def _tree_values(root: Any) -> list[Any]:
     return values
 
 
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ: dict[str, Callable[[list[Any]], Any]] = {
     "i": lambda parts: int(parts[0], 16),
     "f": lambda parts: float.fromhex(parts[0]),
@@ -286,42 +292,6 @@ def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
         raise ValueError(f"an array of {kind!r} is no plain data")
     made = numpy.array(values) if kind[1:2] == "U" else numpy.array(values, dtype=numpy.dtype(kind))
     return made.reshape(shape)
-
-
-def change(old: Any, new: Any) -> None:
-    """Make ``old`` what ``new`` is, in place and part by part; what cannot change in place is left as it is."""
-    if isinstance(old, list) and isinstance(new, list):
-        for index, (mine, its) in enumerate(zip(old, new, strict=False)):
-            old[index] = _changed(mine, its)
-        old[len(new) :] = new[len(old) :]
-    elif isinstance(old, dict) and isinstance(new, dict):
-        values = {name: _changed(old[name], value) if name in old else value for name, value in new.items()}
-        old.clear()
-        old.update(values)
-    elif isinstance(old, set) and isinstance(new, (set, frozenset)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque) and isinstance(new, deque):
-        old.clear()
-        old.extend(new)
-    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        for mine, its in zip(old, new, strict=True):
-            change(mine, its)
-    elif isinstance(old, ListNode) and isinstance(new, ListNode):
-        old.val, old.next = new.val, new.next
-    elif isinstance(old, TreeNode) and isinstance(new, TreeNode):
-        old.val, old.left, old.right = new.val, new.left, new.right
-    elif type(old).__module__ == "numpy" and type(new) is type(old) and getattr(old, "shape", None) == getattr(new, "shape", ()):  # fmt: skip
-        old[...] = new
-
-
-def _changed(old: Any, new: Any) -> Any:
-    """The old object in its new state where it can have it, else the new one."""
-    mutable = (list, dict, set, deque, ListNode, TreeNode)
-    if type(old) is type(new) and isinstance(old, mutable):
-        change(old, new)
-        return old
-    return new
 
 
 def from_tree(tree: Any, resolve: Callable[..., Any] | None = None, nodes: bool = False) -> Any:

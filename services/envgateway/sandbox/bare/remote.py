@@ -14,9 +14,10 @@ import builtins
 import functools
 import json
 import sys
+from collections import deque
 from typing import Any
 
-from . import plain
+from . import changes, plain
 from .calls import read_frame, write_frame
 
 # What ends an iteration silently, wherever it is raised; groups, which cannot be made of a message alone.
@@ -118,7 +119,7 @@ class Link:
             return
         try:
             for index, tree in reply["changed"]:
-                plain.change(sent[index], self._read(tree))
+                changes.change(sent[index], self._read(tree))
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as broken:
             raise CallFailedError(f"no reply: {broken}") from None
 
@@ -138,7 +139,22 @@ def _exception(reply: dict[str, Any]) -> Exception:
     return RuntimeError(reply["message"])
 
 
-_PLAIN = (list, tuple, set, frozenset, dict, plain.Opaque, plain.Linked, plain.Tree, plain.ListNode, plain.TreeNode)
+# What the values of replies are made of: only a program's answer can be one that is too deep to be written.
+_PLAIN = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    deque,
+    range,
+    plain.Opaque,
+    plain.Linked,
+    plain.Tree,
+    plain.ListNode,
+    plain.TreeNode,
+)
+_PLAIN_MODULES = ("numpy", "fractions", "decimal")
 
 
 def outgoing(value: Any, link: Link) -> Any:
@@ -147,9 +163,7 @@ def outgoing(value: Any, link: Link) -> Any:
     def number(remote: Any) -> str:
         if isinstance(remote, Remote):
             return str(remote._number())
-        if isinstance(
-            remote, _PLAIN
-        ):  # too deep, or nothing that our harness writes: only the program's answers are so
+        if isinstance(remote, _PLAIN) or type(remote).__module__ in _PLAIN_MODULES:
             raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)
