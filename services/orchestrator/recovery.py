@@ -420,6 +420,16 @@ _PARSERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def parser_of(kind: str) -> Callable[[dict[str, Any]], Any]:
+    """What reads a record of a kind; a kind that recovery does not read needs no more than its JSON."""
+    others = {
+        records.GROUP: records.group_from_json,
+        records.VERDICT: records.verdicts_from_json,
+        records.STATE: _state,
+    }
+    return _PARSERS.get(kind) or others.get(kind) or (lambda record: record)
+
+
 def _refill_replay(ring: Ring, reader: JournalReader) -> None:
     """Trained groups that are young enough to be trained again; their task groups are closed, so nobody parsed them."""
     for name, policy in ring.recipe.trained_policies.items():

@@ -446,3 +446,15 @@ async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segme
     found = kept(tmp_path)
     assert [n for n in found if n % 2 == 0] == list(range(0, COUNT, 2))
     assert 0 < sum(n % 2 for n in found) < COUNT // 2
+
+
+async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp_path: Path) -> None:
+    """As retention does beside a reader."""
+    await write(tmp_path, 0, COUNT)
+    sizes = sizes_in(tmp_path)
+    (tmp_path / INDEX_FILE).unlink()
+    segment_path(tmp_path, "others", 1).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.orchestrator.journal.catching_up.sizes_in", lambda directory: sizes)
+        assert kept(tmp_path) == list(range(0, COUNT, 2))
+    assert kept(tmp_path) == list(range(0, COUNT, 2))
