@@ -99,7 +99,7 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
     kinds = wanted - ({Kind.FULL_DISK} if no_tmpfs else set())
     stormy = World(folder, "stormy", forks, [*started_from, *DETERMINISTIC], small_disk=no_tmpfs is None)
     try:
-        faults, found, digests = _storm(stormy, options.seed, kinds, 0.3 * seconds)
+        faults, found, digests = _storm(stormy, options.seed, kinds, (0.2 if options.quick else 0.35) * seconds)
     finally:
         stormy.unmount(options.keep)
     calm = World(folder, "calm", forks, [*started_from, *DETERMINISTIC], small_disk=False)
@@ -108,7 +108,7 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
     differ = sorted(number for number in common if digests[number] != undisturbed[number])
     busy = World(folder, "busy", forks, [*started_from, *ASYNCHRONOUS], small_disk=False)
     goodput = _goodput(
-        busy, rounds=1 if options.quick else max(1, int(seconds / 240)), calm_s=9.0 if options.quick else 40.0
+        busy, rounds=1 if options.quick else max(1, int(seconds / 240)), calm_s=8.0 if options.quick else 40.0
     )
     rules = {rule.value: texts for rule, texts in found.violations.items() if rule not in (Rule.LOST, Rule.TWICE)}
     return {
@@ -188,8 +188,8 @@ def _goodput(world: World, rounds: int, calm_s: float) -> dict[str, float]:
         world.start()
         world.wait_for(lambda: world.version() >= WARM_UP_STEPS, 120.0, "the first steps")
         for _ in range(rounds):
-            calm.append(_stretch(calm_s))
-            began, disturbed_s = time.time(), 2 * max(KILL_EVERY_S, calm_s // KILL_EVERY_S * KILL_EVERY_S / 2)
+            calm.append(_stretch(calm_s / 2))  # before and after: what else the machine does changes
+            began, disturbed_s = time.time(), max(KILL_EVERY_S, calm_s // KILL_EVERY_S * KILL_EVERY_S)
             while time.time() - began < disturbed_s - 0.1:
                 replicas = world.replicas()
                 world.send(replicas[kills % len(replicas)], 9)
@@ -197,6 +197,7 @@ def _goodput(world: World, rounds: int, calm_s: float) -> dict[str, float]:
                 _stretch(KILL_EVERY_S)
             killed.append((began, time.time()))
             time.sleep(1.0)
+            calm.append(_stretch(calm_s / 2))
     finally:
         world.close()
     rows = [json.loads(line) for line in (world.run_dir / "metrics" / "orchestrator.jsonl").read_text().splitlines()]

@@ -219,16 +219,17 @@ class Batches:
             return Batch(record=record, sequences=sequences, replayed=False)
 
     async def _replay(self, training_step: int) -> Batch:
-        batch = self._recent.get(training_step)
-        if batch is None:
-            batch, lost = await asyncio.to_thread(self._read, training_step)
-            if lost:
-                self._experience.note_lost(len(lost))
-                log.error(
-                    "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
-                    effect="it is trained without them",
-                )  # fmt: skip
-            self._remember(batch)
+        recent = self._recent.get(training_step)
+        if recent is not None:
+            return recent
+        batch, lost = await asyncio.to_thread(self._read, training_step)
+        if lost:
+            self._experience.note_lost(len(lost))
+            log.error(
+                "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
+                effect="it is trained without them",
+            )  # fmt: skip
+        self._remember(batch)
         return batch
 
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
@@ -338,8 +339,8 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
     record = records.batch_from_json(found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
-    found_all = reader.find(records.TRAJECTORY, keys)
-    trajectories = {k: found for k, value in found_all.items() if (found := _trajectory(value)) is not None}
+    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
+    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
     sequences = {
         entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
         for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -326,13 +327,8 @@ class _Recovery:
         is_counted = f"r.number > ? AND r.kind IN ({', '.join('?' * len(KINDS))})"
         rows = self.reader.select(is_counted, (since, *KINDS), lambda row: row.number > since and row.kind in KINDS)
         for row in rows:
-            found = decode(
-                self.reader,
-                row,
-                self.ring.aside,
-                lambda record, row=row: recount(row, record, self.ring.ingest.counter_of),
-            )
-            self.ring.counters.update(found or {})
+            counted = partial(recount, row, counter_of_failure=self.ring.ingest.counter_of)
+            self.ring.counters.update(decode(self.reader, row, self.ring.aside, counted) or {})
 
     def _give_back(self) -> None:
         """Open slots stay with the replica that was playing them, as if its stream had just broken."""

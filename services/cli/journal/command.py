@@ -32,12 +32,15 @@ journal_app = typer.Typer(no_args_is_help=True, help=HELP, rich_markup_mode="mar
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-@journal_app.callback()
+@journal_app.callback(invoke_without_command=True)
 def journal(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")],
 ) -> None:
     context.obj = run
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
 
 
 @journal_app.command()

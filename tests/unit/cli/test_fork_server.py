@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.fork_server import ForkServer, Process, reap_orphans
-from services.cli.plan import ProcessSpec
+from services.cli.plan import ProcessSpec, plan
 from services.cli.processes import Processes
+from services.common.config.loading import validate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
 
@@ -150,3 +151,30 @@ def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: 
     finally:
         processes.stop()
     assert not Path(f"/proc/{first}").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "process", "forked"),
+    [
+        ({"engine": "torch", "device": "cpu"}, "inference-a", "always"),
+        ({"engine": "forced", "device": "cpu"}, "inference-a", "always"),
+        ({"engine": "scripted"}, "inference-a", "again"),
+        ({"engine": "torch", "device": "cpu", "threads": 2}, "inference-a", ""),
+        ({"engine": "torch", "device": "auto"}, "inference-a", ""),
+        ({"engine": "sglang", "gpus": [0]}, "inference-a", ""),
+        ({}, "orchestrator", "again"),
+    ],
+)
+def test_only_what_finds_its_imports_in_the_server_is_forked(
+    section: dict[str, object], process: str, forked: str, tmp_path: Path
+) -> None:
+    tree = {
+        "name": "forked",
+        "policies": {"model0": {"model": {"path": "some/model"}}},
+        "inference": {"a": {"engine": "scripted", **section}},
+        "data": {"train": {"path": "tasks.jsonl"}},
+        "evaluation": {"at_start": False, "at_end": False},
+    }
+    specs = {spec.name: spec for spec in plan(validate(tree, source="test"), tmp_path)}
+    assert specs[process].forked == forked
+    assert specs["trainer-model0"].forked == "", "its device is left to the machine: it may be a GPU"

@@ -254,6 +254,14 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
     "b": lambda parts: bytes.fromhex(parts[0]),
     "o": lambda parts: Opaque(parts[0]),
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
@@ -269,12 +277,6 @@ _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "F": lambda parts: __import__("fractions").Fraction(*parts),
     "D": lambda parts: __import__("decimal").Decimal(parts[0]),
 }
-
-
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
 
 
 def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
