@@ -148,7 +148,7 @@ async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: py
 
 async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) -> None:
     if not pool.gauges["sandbox_memory_cgroup"]:
-        needs.unmet("a memory cgroup", "programs are watched here, and shared mappings refused")
+        needs.unmet("memory cgroup", "programs are watched here, and shared mappings refused")
     code = "import mmap, time\nm = mmap.mmap(-1, 90 << 20)\ntime.sleep(.1)\nfor i in range(90):\n    m[i << 20:(i + 1) << 20] = b'x' * (1 << 20)\n    m.madvise(mmap.MADV_DONTNEED, i << 20, 1 << 20)\ntime.sleep(.1)"
     result = await pool.run(ExecutionRequest(code=code, limits=ExecutionLimits(wall_s=5.0)))
     assert result.status is S.OK and 80 << 20 < result.peak_memory_bytes < 150 << 20
