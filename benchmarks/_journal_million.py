@@ -136,7 +136,7 @@ class _Run:
         order = TaskGroupOrder(
             task_group_id=name, task=Task(task_id=str(number % 1000), data={"question": f"question {number % 1000}"}),
             indices=tuple(range(GROUP_SIZE)), purpose=Purpose.TRAIN, sampling=Sampling(max_new_tokens=64),
-            policies=(POLICY,), required_versions={POLICY: self._step}, seed=number, timeout_s=60.0,
+            policies=(POLICY,), seed=number, timeout_s=60.0,
         )  # fmt: skip
         issued = GroupRecord(
             order=order, position=number - 1, evaluation="", replica_id="a", incarnation="1", born={POLICY: self._step}
@@ -144,6 +144,7 @@ class _Run:
         self._writer.record(records.GROUP, name, records.group_to_json(issued))
         for index in range(num_done):
             line = self._trajectories[index][number % NUM_TEMPLATES].replace(_NAME, name.encode())
+            line = line.replace(b'"weight_version":0', b'"weight_version":%d' % self._step)
             self._writer.line(records.TRAJECTORY, rollouts.trajectory_key(name, index), line)
         if num_done == GROUP_SIZE:
             observed = {"task_group_id": name, "row": (number - 1) % 1000, "rewards": [0.0, 1.0] * (GROUP_SIZE // 2)}
@@ -197,7 +198,9 @@ def _dump(record: Mapping[str, Any]) -> bytes:
 def _trajectory(name: str, index: int, random: np.random.Generator) -> Trajectory:
     prompt, length = random.integers(0, 30_000, 10), 24
     spoken = Segment.policy(
-        random.integers(0, 30_000, length), random.normal(-1, 0.3, length).astype(np.float32), weight_version=0
+        random.integers(0, 30_000, length),
+        np.minimum(random.normal(-1, 0.3, length), 0).astype(np.float32),
+        weight_version=0,
     )
     sequence = Sequence(
         policy=POLICY, segments=(Segment.environment(prompt.tolist()), spoken), reward=float(index % 2),

@@ -2,10 +2,10 @@
 
 * index: removed, truncated, emptied, of an earlier time (alone and beside a later -wal file), without its -wal file,
   random bytes, of another directory; after each the journal is opened as a start does, and every record must be there.
-* segments: each is cut, and a bit in it flipped, at 200 places (with --quick 20), with the index and without it. Records
+* segments: each is cut, and a bit in it flipped, at 200 places (with --quick 60), with the index and without it. Records
   that hold the changed bytes are damaged; ``lost_records`` counts those beyond, ``starts_refused`` starts that failed.
 * restart: the orchestrator itself, in a process of its own, on the journal of a million trajectories (with --quick
-  50,000, and the seconds scaled): until it answers, with its index and without one.
+  200,000, and what they add to an empty run's seconds is scaled): until it answers, with its index and without one.
 * size: bytes per token on disk, index included, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a vocabulary
   of 150,000, float32 log-probabilities), and processor time per token to write and read one, against plain JSON lists.
 
@@ -61,8 +61,8 @@ def main() -> None:
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL)
     )  # thousands of damages are named
-    num_places = 20 if options.quick else 200
-    num_restarted = 50_000 if options.quick else MILLION
+    num_places = 60 if options.quick else 200
+    num_restarted = 200_000 if options.quick else MILLION
     left_out = {}
     if options.quick:
         left_out["a million trajectories"] = f"--quick: {num_restarted} are restarted, seconds are scaled"
@@ -75,7 +75,10 @@ def main() -> None:
             f"{length}": asyncio.run(measure_size(Path(scratch) / f"size-{length}", length, count, options.seed))
             for length, count in ((1000, 200), (16_384, 12))
         }
+        empty = measure_restart(Path(scratch) / "empty", 0, options.seed)
         restart = measure_restart(Path(scratch) / "restart", num_restarted, options.seed)
+    scale = MILLION / num_restarted
+    restart_s, without_index_s = (empty[key] + scale * (restart[key] - empty[key]) for key in ("s", "without_index_s"))
     print(
         f"{trial.starts} starts, {trial.refused} refused, {trial.lost} records lost beyond the {trial.damaged} damaged; "
         f"restart with {num_restarted} trajectories: {restart['s']:.1f} s, without index {restart['without_index_s']:.1f} s"
@@ -84,8 +87,7 @@ def main() -> None:
         "journal_recovery",
         lost_records=trial.lost, starts_refused=trial.refused, untold_records=trial.untold, starts=trial.starts,
         damaged_records=trial.damaged, places=num_places,
-        restart_s_million=restart["s"] * MILLION / num_restarted,
-        restart_without_index_s_million=restart["without_index_s"] * MILLION / num_restarted,
+        restart_s_million=restart_s, restart_without_index_s_million=without_index_s, restart_s_empty=empty["s"],
         restart_trajectories=num_restarted, rss_mb=restart["rss_mb"], rss_without_index_mb=restart["without_index_rss_mb"],
         bytes_per_token=max(size["bytes"] for size in sizes.values()), sizes=sizes, seed=options.seed, left_out=left_out,
     )  # fmt: skip

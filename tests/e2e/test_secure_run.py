@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from services.common.security.bundle import VARIABLE, load
 from tests.e2e.conftest import REPOSITORY, Run
@@ -65,7 +66,8 @@ def assert_no_secret_is_outside(run_dir: Path) -> None:
         if (
             path.is_file()
             and run_dir / "keys" not in path.parents
-            and path.suffix in (".json", ".jsonl", ".yaml", ".stderr")
+            and path.suffix in (".json", ".jsonl", ".zst", ".yaml", ".stderr")
         ):
-            written = path.read_bytes()
+            with zstandard.open(path) if path.suffix == ".zst" else path.open("rb") as file:
+                written = file.read()
             assert not any(secret in written for secret in secrets), path

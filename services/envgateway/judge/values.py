@@ -181,9 +181,9 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
         return True
     if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
         return False
-    exact = isinstance(expected, Fraction) or isinstance(actual, Fraction)
-    difference = abs(complex(expected) - complex(actual)) if exact else abs(expected - actual)
-    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected))
+    first, second = complex(expected), complex(actual)
+    difference = abs(first - second)
+    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(first))
 
 
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:

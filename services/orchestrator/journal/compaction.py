@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.damage import Damage
+from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.files import Files
 from services.orchestrator.journal.frames import checksum_of, header_bytes
 from services.orchestrator.journal.index import Row
@@ -51,9 +51,9 @@ def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], fil
     return runs_of(left_out)
 
 
-def take_place(directory: Path, kind: str, segment: int) -> None:
+def take_place(directory: Path, kind: str, segment: int, files: Files) -> None:
     """Put what ``prepare`` wrote in the place of the segment."""
-    os.replace(_prepared(directory, kind, segment), segment_path(directory, kind, segment))
+    files.replace(_prepared(directory, kind, segment), segment_path(directory, kind, segment))
 
 
 def remove_prepared(directory: Path, files: Files) -> None:
@@ -88,6 +88,8 @@ def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], left_ou
     num_bytes = 0
     for row in found:
         if isinstance(row, Damage):
+            if row.reason is DamageReason.TORN:  # never acknowledged
+                continue
             raise CorruptDataError(f"{row}: the segment stays as it is")
         if row.number not in keep:
             left_out.append(row.number)

@@ -35,6 +35,10 @@ class Files:
         """Names that were added or removed survive a power cut."""
         self._sync_path(path)
 
+    def replace(self, source: Path, target: Path) -> None:
+        """Give ``source`` the name ``target``, whose file goes; at every moment one of them has that name."""
+        os.replace(source, target)
+
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 

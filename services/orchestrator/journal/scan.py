@@ -33,10 +33,14 @@ _SEARCH_BYTES = 1024 * 1024
 def scan(directory: Path, kind: str, segment: int, start: int = 0, end: int | None = None) -> Iterator[Row | Damage]:
     """Records and damaged spans of a segment from ``start`` to ``end`` (default: its end), in their order.
 
-    From a place on that the disk cannot read all is damaged. Raises ``OSError`` when the file cannot be opened, and
-    ``CorruptDataError`` for records of a later format.
+    From a place on that the disk cannot read all is damaged; a segment that was deleted meanwhile has nothing. Raises
+    ``OSError`` when the file cannot be opened, and ``CorruptDataError`` for records of a later format.
     """
-    with segment_path(directory, kind, segment).open("rb", buffering=0) as file:
+    try:
+        file = segment_path(directory, kind, segment).open("rb", buffering=0)
+    except FileNotFoundError:
+        return
+    with file:
         size = os.fstat(file.fileno()).st_size
         whole = _Scan(file.fileno(), kind, segment, size if end is None else min(end, size))
         try:

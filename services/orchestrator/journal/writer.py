@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -343,7 +344,8 @@ class Journal:
         record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
         self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
         self.num_records -= 1  # nobody submitted it
-        if not self._index.replace(kind, segment, lambda: compaction.take_place(self.directory, kind, segment)):
+        take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
+        if not self._index.replace(kind, segment, take_place):
             return False
         self._names_changed = True
         if self._durability == "power":

@@ -18,17 +18,21 @@ Operation = tuple[Any, ...]
 
 
 class RecordingFiles(Files):
-    """Does what is asked and keeps a trace of it. Syncs are recorded alone: no power is lost here."""
+    """Does what is asked and keeps a trace of it, in which files have numbers. Syncs are recorded alone: no power is lost
+    here."""
 
     def __init__(self) -> None:
         self.trace: list[Operation] = []
         self.fail_writes_of = b""  # one write that has these bytes fails in its middle
-        self._names: dict[int, str] = {}
+        self._open: dict[int, int] = {}  # descriptor -> file
+        self._named: dict[str, int] = {}
+        self._num_files = 0
 
     def create(self, path: Path) -> int:
         fd = super().create(path)
-        self._names[fd] = path.name
-        self.trace.append(("create", path.name))
+        self._num_files += 1
+        self._open[fd] = self._named[path.name] = self._num_files
+        self.trace.append(("create", self._num_files, path.name))
         return fd
 
     def write(self, fd: int, data: bytes, offset: int) -> None:
@@ -37,20 +41,25 @@ class RecordingFiles(Files):
             self.write(fd, data, offset)
             raise OSError(errno.ENOSPC, "No space left on device")
         super().write(fd, data, offset)
-        self.trace.append(("write", self._names[fd], offset, bytes(data)))
+        self.trace.append(("write", self._open[fd], offset, bytes(data)))
 
     def truncate(self, fd: int, size: int) -> None:
         super().truncate(fd, size)
-        self.trace.append(("truncate", self._names[fd], size))
+        self.trace.append(("truncate", self._open[fd], size))
 
     def sync(self, fd: int) -> None:
-        self.trace.append(("sync", self._names[fd]))
+        self.trace.append(("sync", self._open[fd]))
 
     def sync_file(self, path: Path) -> None:
-        self.trace.append(("sync", path.name))
+        self.trace.append(("sync", self._named[path.name]))
 
     def sync_directory(self, path: Path) -> None:
         self.trace.append(("sync_directory", path.name))
+
+    def replace(self, source: Path, target: Path) -> None:
+        super().replace(source, target)
+        self._named[target.name] = self._named.pop(source.name)
+        self.trace.append(("replace", source.name, target.name))
 
     def remove(self, path: Path) -> None:
         super().remove(path)
@@ -64,45 +73,45 @@ class _File:
 
 
 class Disk:
-    """What is sure and what is not after a part of a trace; names are never used twice."""
+    """What is sure and what is not after a part of a trace."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._files: dict[str, _File] = {}
-        self._names: set[str] = set()  # that are sure
-        self._pending: list[tuple[str, str]] = []  # names added or removed since
+        self._files: dict[int, _File] = {}
+        self._names: dict[str, int] = {}  # that are sure
+        self._pending: list[Operation] = []  # changes of names since
         self._is_there = False  # the directory itself
 
     def apply(self, operation: Operation) -> None:
         match operation:
-            case ("create", name):
-                self._files[name] = _File()
-                self._pending.append(("add", name))
-            case ("remove", name):
-                self._pending.append(("remove", name))
+            case ("create", number, _):
+                self._files[number] = _File()
+                self._pending.append(operation)
+            case ("remove" | "replace", *_):
+                self._pending.append(operation)
             case ("sync_directory", name) if name == self._directory:
-                for what, changed in self._pending:
-                    (self._names.add if what == "add" else self._names.discard)(changed)
+                for pending in self._pending:
+                    _rename(self._names, pending)
                 self._pending.clear()
             case ("sync_directory", _):
                 self._is_there = True
-            case ("sync", name):
-                file = self._files[name]
+            case ("sync", number):
+                file = self._files[number]
                 for pending in file.pending:
                     _change(file.synced, pending)
                 file.pending.clear()
-            case ("write" | "truncate", name, *_):
-                self._files[name].pending.append(operation)
+            case ("write" | "truncate", number, *_):
+                self._files[number].pending.append(operation)
 
     def lose_power(self, draw: random.Random) -> dict[str, bytes]:
         """Contents by name, as one cut may leave them."""
         if not self._is_there and draw.random() < 0.5:
             return {}
-        names = set(self._names)
-        for what, name in self._pending:
+        names = dict(self._names)
+        for pending in self._pending:
             if draw.random() < 0.5:
-                (names.add if what == "add" else names.discard)(name)
-        return {name: self._left_of(self._files[name], draw) for name in names}
+                _rename(names, pending)
+        return {name: self._left_of(self._files[number], draw) for name, number in names.items()}
 
     def _left_of(self, file: _File, draw: random.Random) -> bytes:
         left = bytearray(file.synced)
@@ -114,12 +123,22 @@ class Disk:
             if draw.random() >= chance:
                 continue
             if operation[0] == "write" and draw.random() < 0.5:
-                kind, name, offset, data = operation
+                kind, number, offset, data = operation
                 cut = draw.randrange(len(data) + 1)
                 zeros = bytes(len(data) - cut) if draw.random() < 0.5 else b""  # the length was written, the data not
-                operation = (kind, name, offset, data[:cut] + zeros)
+                operation = (kind, number, offset, data[:cut] + zeros)
             _change(left, operation)
         return bytes(left)
+
+
+def _rename(names: dict[str, int], operation: Operation) -> None:
+    match operation:
+        case ("create", number, name):
+            names[name] = number
+        case ("remove", name):
+            names.pop(name, None)
+        case ("replace", source, target) if source in names:
+            names[target] = names.pop(source)
 
 
 def _change(content: bytearray, operation: Operation) -> None:

@@ -166,6 +166,26 @@ async def test_a_deleted_segment_is_named_before_it_goes_at_any_power_cut(tmp_pa
             shutil.rmtree(state)
 
 
+async def test_a_rewritten_segment_keeps_what_is_needed_at_any_power_cut(tmp_path: Path) -> None:
+    directory, files = tmp_path / "journal", RecordingFiles()
+    journal = Journal(directory, durability="power", files=files, segment_bytes=400)
+    journal.start()
+    for number in (1, 3, 5, 9, 11, 13, 15, 17, 19):
+        await put(journal, files, number)
+    with closing(JournalReader(directory)) as reader:
+        rows = [row for row in reader.rows_of("others") if row.segment == 1]
+    dropped = rows[1]
+    indexes = [tmp_path / "before.sqlite", directory / INDEX_FILE]
+    shutil.copy(directory / INDEX_FILE, indexes[0])
+    keep = {row.number for row in rows} - {dropped.number}
+    assert await asyncio.to_thread(journal.compact_segment, "others", 1, keep)
+    await put(journal, files, 21)
+    await journal.close()
+    assert "replace" in {operation[0] for operation in files.trace}
+    gone = frozenset([int(dropped.key[1:])])
+    assert check_every_cut(files.trace, tmp_path, indexes, choices=2, collected=gone) > 50
+
+
 async def test_without_power_durability_nothing_is_synced(tmp_path: Path) -> None:
     files = RecordingFiles()
     journal = Journal(tmp_path, files=files)

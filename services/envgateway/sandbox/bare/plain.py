@@ -10,7 +10,8 @@
     ["n", "<f8", ["t", 2, 3], ...]                     array of numpy: type, shape, values in order
     ["N", "Point", ["t", "x"], ...]                    named tuple: type, fields, values
     ["F", 1, 3] ["D", "0.1"]                           Fraction; Decimal
-    ["h", 3]                                           an object that stays in its process, by number
+    ["h", 3, "call", ...]                              an object that stays in its process, by number, and what can be
+                                                       done with it
     ["o", "deque"]                                     anything else, by the name of its type: equal to nothing
 
 ``encode`` runs beside a stranger's code: it asks the real type of each object and calls the methods of the built-in
@@ -93,8 +94,8 @@ class TreeNode:
         self.right = right
 
 
-def encode(value: Any, handle: Callable[[Any], int] | None = None) -> str:
-    """The tree of a value as JSON text; ``handle`` numbers what is not plain data.
+def encode(value: Any, handle: Callable[[Any], str] | None = None) -> str:
+    """The tree of a value as JSON text; ``handle`` names what is not plain data, as the rest of its tree.
 
     Raises:
         TooLargeError: it has more than a million parts.
@@ -103,7 +104,7 @@ def encode(value: Any, handle: Callable[[Any], int] | None = None) -> str:
 
 
 class _Writer:
-    def __init__(self, handle: Callable[[Any], int] | None) -> None:
+    def __init__(self, handle: Callable[[Any], str] | None) -> None:
         self._handle = handle
         self._parts: list[str] = []
 
@@ -253,6 +254,14 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
     "b": lambda parts: bytes.fromhex(parts[0]),
     "o": lambda parts: Opaque(parts[0]),
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
@@ -268,12 +277,6 @@ _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "F": lambda parts: __import__("fractions").Fraction(*parts),
     "D": lambda parts: __import__("decimal").Decimal(parts[0]),
 }
-
-
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
 
 
 def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
@@ -321,7 +324,7 @@ def _changed(old: Any, new: Any) -> Any:
     return new
 
 
-def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: bool = False) -> Any:
+def from_tree(tree: Any, resolve: Callable[..., Any] | None = None, nodes: bool = False) -> Any:
     """The value of a tree; ``resolve`` finds the object of a handle; ``nodes`` builds ListNode and TreeNode.
 
     Raises:
@@ -334,7 +337,7 @@ def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: boo
         if tag in _READ:
             return _READ[tag](parts)
         if tag == "h" and resolve is not None:
-            return resolve(parts[0])
+            return resolve(*parts)
         values = [from_tree(part, resolve, nodes) for part in parts]
         if nodes and tag == "L":
             return build_list(values)
