@@ -69,11 +69,11 @@ _FED = {
 def _in_the_channel(name: str, code: str) -> list[Bad]:
     function = f"import os, struct, time\ndef f(n):\n    {code}\n    return 6\n"
     at_once = f"import os, struct, time\n{code}\ndef f(n):\n    return 6\n"
-    limits = {"wall_s": 0.5} if name in ("half-and-sleep", "stopped", "swallows", "daemon") else {"wall_s": 2.0}
+    wall_s = 0.5 if name in ("half-and-sleep", "stopped", "swallows", "daemon") else 2.0
     return [
-        bad(54, f"tests-{name}", function, *_NOT_RIGHT, tests=_LOOP, **limits),
-        bad(54, f"tests-at-once-{name}", at_once, *_NOT_RIGHT, tests=_LOOP, **limits),
-        bad(54, f"call-{name}", function, *_NOT_RIGHT, tests=_CALL, **limits),
+        bad(54, f"tests-{name}", function, *_NOT_RIGHT, tests=_LOOP, wall_s=wall_s),
+        bad(54, f"tests-at-once-{name}", at_once, *_NOT_RIGHT, tests=_LOOP, wall_s=wall_s),
+        bad(54, f"call-{name}", function, *_NOT_RIGHT, tests=_CALL, wall_s=wall_s),
     ]
 
 
