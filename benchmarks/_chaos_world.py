@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
 POLICY = "model0"
 READY_S = 120.0
-DISK_MIB = 256
+DISK_MIB, DISK_MIB_PER_HOUR = 256, 96  # of journal, logs and metrics, which all stay
 LEASE_S = 5.0
 FAR = "far"
 
@@ -65,15 +65,16 @@ def fork_server(folder: Path) -> ForkServer:
 class World:
     """One run. ``start`` returns when it is ready; ``close`` ends everything that it has started."""
 
-    def __init__(self, folder: Path, name: str, forks: ForkServer, settings: list[str], *, small_disk: bool) -> None:
+    def __init__(self, folder: Path, name: str, forks: ForkServer, settings: list[str], *, disk_mib: int = 0) -> None:
+        """``disk_mib``: of a small disk for the run's directory; 0 leaves it where ``folder`` is."""
         self.folder = folder / name
         self.run_dir = self.folder / "run"
         self.acks, self.clocks = self.folder / "acks", self.folder / "clocks"
         for place in (self.run_dir, self.acks, self.clocks):
             place.mkdir(parents=True)
-        self.small_disk = small_disk
-        if small_disk:
-            size = f"size={DISK_MIB}m"
+        self.small_disk = disk_mib > 0
+        if self.small_disk:
+            size = f"size={disk_mib}m"
             subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(self.run_dir)], check=True)
         overrides = [*SMALL, f"run.dir={self.folder}", f"run.id=chaos-{name}", *settings]
         self.recipe = with_free_ports(load_recipe(ROOT / "recipes" / "quickstart", overrides))
@@ -85,7 +86,7 @@ class World:
             "OMP_NUM_THREADS": "1",
         }
         self._forks = forks
-        self._processes = Processes(self.run_dir, max_restarts=1_000_000, stop_grace_s=5.0)
+        self._processes = Processes(self.run_dir, max_restarts=1_000_000, stop_grace_s=0.5)
         self._processes.fork_where_possible(forks)
         self._lock = threading.Lock()
         self._stopping = threading.Event()

@@ -17,6 +17,12 @@ from services.envgateway.sandbox.records import ExecutionLimits, ExecutionReques
 
 # U and 0 are for other users than root, who has 2 and 1 (and at 0 would run strangers' code as root)
 TIERS = ("2", "1") if os.getuid() == 0 else ("U", "0")
+# Bad inputs whose expectation is of tiers 2 and 1 only, and why; that they leave nothing behind is tested at all the same
+OTHERWISE = {
+    "links-to-host-files": "U and 0 tell a program that a change of mode has worked, and do nothing",
+    "renames-its-work-dir": "at U and 0 a slot's directory is the program's to change, and is made anew",
+    "fork-bomb": "at 0 the kernel counts the gateway's own processes, too, so the supervisor ends it",
+}
 _RUNS = 15
 _MAPPINGS = """
 import ctypes, mmap, os, time

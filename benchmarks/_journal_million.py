@@ -136,7 +136,7 @@ class _Run:
         order = TaskGroupOrder(
             task_group_id=name, task=Task(task_id=str(number % 1000), data={"question": f"question {number % 1000}"}),
             indices=tuple(range(GROUP_SIZE)), purpose=Purpose.TRAIN, sampling=Sampling(max_new_tokens=64),
-            policies=(POLICY,), required_versions={POLICY: self._step}, seed=number, timeout_s=60.0,
+            policies=(POLICY,), seed=number, timeout_s=60.0,
         )  # fmt: skip
         issued = GroupRecord(
             order=order, position=number - 1, evaluation="", replica_id="a", incarnation="1", born={POLICY: self._step}

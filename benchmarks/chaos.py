@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _chaos_faults import Faults
 from _chaos_schedule import Kind, schedule
-from _chaos_world import FAR, POLICY, ROOT, World, fork_server
+from _chaos_world import DISK_MIB, DISK_MIB_PER_HOUR, FAR, POLICY, ROOT, World, fork_server
 from _needs import why_not
 from _report import report_facts
 
@@ -97,18 +97,19 @@ def _measure(folder: Path, forks: ForkServer, options: argparse.Namespace, secon
     no_tmpfs = why_not("tmpfs")
     wanted = {Kind(kind) for kind in options.kinds} or set(QUICK_KINDS if options.quick else Kind)
     kinds = wanted - ({Kind.FULL_DISK} if no_tmpfs else set())
-    stormy = World(folder, "stormy", forks, [*started_from, *DETERMINISTIC], small_disk=no_tmpfs is None)
+    disk_mib = 0 if no_tmpfs else DISK_MIB + int(seconds / 3600 * DISK_MIB_PER_HOUR)
+    stormy = World(folder, "stormy", forks, [*started_from, *DETERMINISTIC], disk_mib=disk_mib)
     try:
-        faults, found, digests = _storm(stormy, options.seed, kinds, 0.3 * seconds)
+        faults, found, digests = _storm(stormy, options.seed, kinds, (0.2 if options.quick else 0.35) * seconds)
     finally:
         stormy.unmount(options.keep)
-    calm = World(folder, "calm", forks, [*started_from, *DETERMINISTIC], small_disk=False)
-    undisturbed = _calm(calm, max(digests, default=0))
+    calm = World(folder, "calm", forks, [*started_from, *DETERMINISTIC])
+    undisturbed = _calm(calm, max(digests, default=0), max(600.0, seconds))
     common = digests.keys() & undisturbed.keys()
     differ = sorted(number for number in common if digests[number] != undisturbed[number])
-    busy = World(folder, "busy", forks, [*started_from, *ASYNCHRONOUS], small_disk=False)
+    busy = World(folder, "busy", forks, [*started_from, *ASYNCHRONOUS])
     goodput = _goodput(
-        busy, rounds=1 if options.quick else max(1, int(seconds / 240)), calm_s=9.0 if options.quick else 40.0
+        busy, rounds=1 if options.quick else max(1, int(seconds / 240)), calm_s=8.0 if options.quick else 40.0
     )
     rules = {rule.value: texts for rule, texts in found.violations.items() if rule not in (Rule.LOST, Rule.TWICE)}
     return {
@@ -165,11 +166,11 @@ def _storm(world: World, seed: int, kinds: Iterable[Kind], seconds: float) -> tu
         reader.close()
 
 
-def _calm(world: World, version: int) -> dict[int, str]:
+def _calm(world: World, version: int, limit_s: float) -> dict[int, str]:
     """The same run without faults, as far as the other one went."""
     try:
         world.start()
-        world.wait_for(lambda: world.version() >= version, 3600.0, f"version {version}")
+        world.wait_for(lambda: world.version() >= version, limit_s, f"version {version}")
     finally:
         world.close()
     reader = JournalReader(world.run_dir / "journal")
@@ -188,8 +189,8 @@ def _goodput(world: World, rounds: int, calm_s: float) -> dict[str, float]:
         world.start()
         world.wait_for(lambda: world.version() >= WARM_UP_STEPS, 120.0, "the first steps")
         for _ in range(rounds):
-            calm.append(_stretch(calm_s))
-            began, disturbed_s = time.time(), 2 * max(KILL_EVERY_S, calm_s // KILL_EVERY_S * KILL_EVERY_S / 2)
+            calm.append(_stretch(calm_s / 2))  # before and after: what else the machine does changes
+            began, disturbed_s = time.time(), max(KILL_EVERY_S, calm_s // KILL_EVERY_S * KILL_EVERY_S)
             while time.time() - began < disturbed_s - 0.1:
                 replicas = world.replicas()
                 world.send(replicas[kills % len(replicas)], 9)
@@ -197,6 +198,7 @@ def _goodput(world: World, rounds: int, calm_s: float) -> dict[str, float]:
                 _stretch(KILL_EVERY_S)
             killed.append((began, time.time()))
             time.sleep(1.0)
+            calm.append(_stretch(calm_s / 2))
     finally:
         world.close()
     rows = [json.loads(line) for line in (world.run_dir / "metrics" / "orchestrator.jsonl").read_text().splitlines()]

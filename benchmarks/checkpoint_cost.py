@@ -122,7 +122,7 @@ def size_of(path: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--quick", action="store_true", help="a model of 25 instead of 115 million parameters")
+    parser.add_argument("--quick", action="store_true", help="a model of 24 instead of 54 million parameters")
     parser.add_argument(
         "--directory", type=Path, help="on the disk to measure; left out, the system's for temporary files"
     )
@@ -130,7 +130,7 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")  # that there is one process
     torch.set_num_threads(1)
-    model, optimizer = trained(*((512, 5) if arguments.quick else (1024, 6)))
+    model, optimizer = trained(*((512, 5) if arguments.quick else (768, 6)))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     arms: dict[str, Any] = {"ours": ours, "theirs": theirs}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _hostile_isolation import TIERS, slowed
+from _hostile_isolation import OTHERWISE, TIERS, slowed
 from _needs import why_not
 from _report import report
 
@@ -193,7 +193,9 @@ async def measure(seconds: float, seed: int) -> None:
                 left_out[f"tier {tier}"] = refusal.message
                 continue
             try:
-                every = [*ALL, *CASES]
+                every = [case for case in (*ALL, *CASES) if tier in ("2", "1") or case.name not in OTHERWISE]
+                if tier in ("U", "0"):
+                    left_out |= OTHERWISE
                 cases = [case for case in every if pool.has_cpp or case.request.language != "cpp"]
                 if len(cases) < len(every):
                     left_out[f"{len(every) - len(cases)} programs in C++"] = (

@@ -25,7 +25,7 @@ import pytest
 from benchmarks import _machines
 from services.common.config.envgateway import SandboxConfig
 from services.common.errors import SandboxRefusedError
-from services.envgateway.sandbox.bare import landlock, native
+from services.envgateway.sandbox.bare import landlock, memcg, native
 from services.envgateway.sandbox.launch import SupervisorLauncher
 
 REQUIRE = "MILLRACE_REQUIRE"
@@ -129,6 +129,14 @@ def _no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
+def _no_memory_cgroup() -> str | None:
+    granted = memcg.grant(1)
+    if isinstance(granted, str):
+        return granted
+    granted.close()
+    return None
+
+
 def _as_root(wanted: bool) -> Callable[[], str | None]:
     return lambda: None if (os.getuid() == 0) is wanted else f"the user id is {os.getuid()}"
 
@@ -159,6 +167,10 @@ NEEDS = {
         Need("a user other than root", _as_root(False), "run as another user", on_ci=False),
         Need("sandbox tier 2", _no_sandbox("2"), _PRIVILEGED),
         Need("sandbox tier 1", _no_sandbox("1"), "run as root"),
+        Need("sandbox tier U", _no_sandbox("U"), "run as a user other than root, with user namespaces and Landlock",
+             on_ci=False),
+        Need("sandbox tier 0", _no_sandbox("0"), "envgateway.sandbox.allow_tier_0", on_ci=False),
+        Need("memory cgroup", _no_memory_cgroup, "run as root where cgroups can be written", on_ci=False),
         Need("isolating sandbox", _no_sandbox("2", "1", "U"), _PRIVILEGED),
         Need("Landlock", lambda: None if landlock.abi_version() else "this kernel has none", "Linux 5.13 or newer",
              on_ci=False),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.cli.data_commands import data_app
 from services.cli.errors import Interrupted, exit_code, tell
+from services.cli.journal.command import journal_app
 from services.cli.keys import keys_app
 from services.cli.live_commands import live_app
 from services.cli.reading_commands import reading_app
@@ -30,6 +31,7 @@ app = typer.Typer(
 for commands in (recipe_app, live_app, reading_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
 app.add_typer(data_app, name="data")
+app.add_typer(journal_app, name="journal")
 app.add_typer(keys_app, name="keys")
 
 

@@ -21,6 +21,7 @@ from services.cli.memory_estimate import GIB, estimates, misfits
 from services.cli.model_files import model_problems
 from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.cli.world_checks import index_problems
+from services.common.config.envgateway import EnvGatewayConfig
 from services.common.config.losses import LossByPath
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -48,7 +49,7 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     if num_solutions:
         from services.cli.solutions import solution_lines
 
-        gateway = recipe.envgateway
+        gateway = recipe.envgateway or EnvGatewayConfig()
         told += solution_lines(sources, gateway.sandbox, gateway.code.case_time_s, num_solutions)
     return told
 

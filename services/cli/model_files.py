@@ -87,7 +87,9 @@ def _problem(folder: Path) -> str | None:
         return f"{folder / 'config.json'} is no JSON object: copy it again from where the model came from"
     tensors = sorted(folder.glob("*.safetensors"))
     if not tensors and (pickled := sorted(folder.glob("*.bin"))):
-        return f"{folder} holds pickled weights only ({pickled[0].name}), which are not read: convert them to safetensors"
+        return (
+            f"{folder} holds pickled weights only ({pickled[0].name}), which are not read: convert them to safetensors"
+        )
     if not tensors:
         return f"{folder} holds no weights (*.safetensors): copy the whole model directory"
     for file in tensors:

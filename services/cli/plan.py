@@ -27,6 +27,14 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+# By engine and device. What may use a GPU starts on its own; the scripted engine computes nothing.
+_FORKED: dict[tuple[str, str], Literal["", "again", "always"]] = {
+    ("torch", "cpu"): "always",
+    ("forced", "cpu"): "always",
+    **{("scripted", device): "again" for device in ("auto", "cpu", "cuda")},
+}
+
+
 def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     """Every process of the run on one node, orchestrator first. Other nodes have inference services, shares of trainers, and
     the gateway where the recipe says so.
@@ -78,7 +86,7 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
         *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
-        forked="always" if service.engine in ("torch", "forced") and service.device == "cpu" else "again",
+        forked=_FORKED.get((service.engine, service.device), ""),
     )
 
 

@@ -76,12 +76,12 @@ class Processes:
         """Run one process until it exits; raises ``InfrastructureError`` with its last words unless it exits with 0."""
         self.start(spec)
         process = self._running[spec.name].popen
-        while process.poll() is None:
+        while (code := process.poll()) is None:
             tick()
             time.sleep(POLL_S)
         del self._running[spec.name]
-        if process.returncode != 0:
-            raise InfrastructureError(self._obituary(spec, process.returncode))
+        if code != 0:
+            raise InfrastructureError(self._obituary(spec, code))
 
     def wait_ready(
         self,

@@ -12,11 +12,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.checkpoints.told import checkpoint_warning
 from services.cli.refused import refusal_warning
 from services.cli.tables import Column, FittingTable
 from services.cli.time_table import shares_of, time_table
-from services.cli.units import format_change
+from services.cli.units import format_bytes, format_change, format_span
 from services.common.pb import run_pb2
+
+DISK_WARNING_S = 48 * 3600.0  # a disk that is full sooner is told
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -33,6 +36,12 @@ def state_word(state: int) -> str:
     return STATE_WORDS.get(state, "unknown")  # type: ignore[call-overload,no-any-return]
 
 
+def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
+    """What somebody should look at, a line each, with its subject before the colon."""
+    found = (refusal_warning(progress.counters), checkpoint_warning(progress.counters))
+    return [warning for warning in found if warning]
+
+
 def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
     """The whole run as one panel: policies, replicas, evaluations, who waits for whom."""
     parts: list[RenderableType] = [_policies(progress), _replicas(progress)]
@@ -42,8 +51,10 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         parts.append(time_table(shares_of(progress.accounts)))
     if progress.stalls:
         parts.append(Text("\n".join(stall_words(stall) for stall in progress.stalls), style="bold red"))
-    if warning := refusal_warning(progress.counters):
+    for warning in warnings_of(progress):
         parts.append(Text(f"  {warning}", style="bold yellow"))
+    if warnings := journal_and_disk(progress):
+        parts.append(Text("\n".join(f"  {line}" for line in warnings), style="bold yellow"))
     if progress.waits:
         parts.append(Text("\n".join(f"  {wait}" for wait in progress.waits), style="yellow"))
     masked = _masked(progress.counters)
@@ -55,6 +66,21 @@ def render(progress: run_pb2.RunProgress, title: str) -> RenderableType:
         )
         parts.append(Text(f"  {shown}", style="dim"))
     return Panel(Group(*parts), title=title, subtitle=state_word(progress.state))
+
+
+def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:
+    """What somebody should look at before it stops the run: a disk that fills up, records that cannot be used."""
+    lines: list[str] = []
+    disk = progress.disk
+    if disk.HasField("full_in_s") and disk.full_in_s < DISK_WARNING_S:
+        lines.append(
+            f"disk full in {format_span(disk.full_in_s)} at {format_bytes(3600 * disk.bytes_per_s)} an hour "
+            f"({format_bytes(disk.free_bytes)} free): make room, or docs/troubleshooting.md"
+        )
+    if progress.set_aside:
+        found = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
+        lines.append(f"records of the journal that are not used: {found}: millrace journal RUN list --set-aside")
+    return lines
 
 
 def _masked(counters: Mapping[str, int]) -> str:
@@ -182,9 +208,10 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
+        self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
-        self._warned_of_refusals = False
+        self._warned_of: set[str] = set()
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -217,14 +244,20 @@ class ProgressView:
             self._live.update(render(progress, self._title), refresh=True)
             return
         self._stalls.tell(progress.stalls)
-        if (warning := refusal_warning(progress.counters)) and not self._warned_of_refusals:
-            self._warned_of_refusals = True  # once: the counters say how many there are by now
-            self._print(warning, style="bold yellow")
+        for warning in warnings_of(progress):
+            if (subject := warning.partition(":")[0]) not in self._warned_of:
+                self._warned_of.add(subject)  # once: the counters say how many there are by now
+                self._print(warning, style="bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""
             self._print(f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}")
         self._num_evaluations = len(progress.evaluations)
+        for line in journal_and_disk(progress):
+            subject = line.partition(" ")[0] if line.startswith("disk") else line
+            if subject not in self._warned:
+                self._warned.add(subject)
+                self._print(line, style="bold yellow")
         if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
             self._print("\n".join(progress.waits), style="yellow")

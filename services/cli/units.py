@@ -31,3 +31,15 @@ def format_seconds(seconds: float) -> str:
     '12.3 ms'
     """
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def format_span(seconds: float) -> str:
+    """A time to come, as exactly as anybody can foretell it.
+
+    >>> format_span(32_400), format_span(1500), format_span(200_000)
+    ('9 h', '25 min', '2 d 8 h')
+    """
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{hours} h" if hours < 48 else f"{hours // 24} d {hours % 24} h"

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -20,7 +21,7 @@ from services.common.aio import deadline
 from services.common.config.policy import BatchConfig
 from services.common.errors import BatchLostError, CorruptDataError, InfrastructureError, InvalidRequestError
 from services.common.fates import StepFact
-from services.common.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence
+from services.common.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.late import mask_sequence
 from services.orchestrator.buffer.split import rank_share
@@ -218,16 +219,17 @@ class Batches:
             return Batch(record=record, sequences=sequences, replayed=False)
 
     async def _replay(self, training_step: int) -> Batch:
-        batch = self._recent.get(training_step)
-        if batch is None:
-            batch, lost = await asyncio.to_thread(self._read, training_step)
-            if lost:
-                self._experience.note_lost(len(lost))
-                log.error(
-                    "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
-                    effect="it is trained without them",
-                )  # fmt: skip
-            self._remember(batch)
+        recent = self._recent.get(training_step)
+        if recent is not None:
+            return recent
+        batch, lost = await asyncio.to_thread(self._read, training_step)
+        if lost:
+            self._experience.note_lost(len(lost))
+            log.error(
+                "batch.incomplete", policy=self.policy, step=training_step, lost=len(lost), first=lost[0],
+                effect="it is trained without them",
+            )  # fmt: skip
+        self._remember(batch)
         return batch
 
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
@@ -256,7 +258,9 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
     if missing:
         lost = sorted({name.rpartition("/")[0] for name in missing})
         raise CorruptDataError(
-            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}"
+            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}: they are damaged "
+            "(`millrace journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
+            "before the oldest kept checkpoint"
         )
     return Batch(record=record, sequences=sequences, replayed=True)
 
@@ -335,14 +339,22 @@ def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch
     record = records.batch_from_json(found)
     places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
     keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
-    found_all = reader.find(records.TRAJECTORY, keys)
-    trajectories = {k: rollouts.trajectory_from_json(value) for k, value in found_all.items()}
+    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
+    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
     sequences = {
         entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
         for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
         if key in trajectories
     }
     return record, sequences
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory | None:
+    """None for one that does not say what a trajectory says."""
+    try:
+        return rollouts.trajectory_from_json(record)
+    except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:

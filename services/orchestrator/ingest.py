@@ -128,16 +128,15 @@ class Ingest:
         group = self._groups.get(task_group_id)
         if group is None and self._was_issued(task_group_id):
             return None  # closed: its record is a duplicate, whoever brings it
-        is_member = all(sender) and (self._is_member(sender) or (group is not None and sender in group.owners))
+        if group is not None and sender in group.owners and all(sender):
+            return None
         replica_id, incarnation = sender
         named = f"replica {replica_id[:64]!r}, incarnation {incarnation[:64]!r},"
-        if not is_member:
+        if not all(sender) or not self._is_member(sender):
             return Refusal(reason=RefusalReason.NOT_A_MEMBER, detail=f"{named} has not joined the pool: join first")
-        if group is not None and not group.was_given_to(sender):
-            return Refusal(
-                reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}"
-            )
-        return None
+        if group is None or group.was_given_to(sender):
+            return None
+        return Refusal(reason=RefusalReason.NOT_THE_OWNER, detail=f"{named} was never given task group {task_group_id}")
 
     def _fault(self, group: TaskGroup, record: Outcome) -> Refusal | None:
         """Why a record is none of its slot's; None when it is one."""

@@ -1,7 +1,8 @@
 """The replicas: who is there, until when, what they hold, and which slots of which task groups they play.
 
-A lease is renewed by reports and outlives a broken stream, so a replica that reconnects in time loses nothing. A new
-incarnation of a replica ends the lease of the older one at once. Time comes from a clock that is passed in.
+A lease is renewed by reports and outlives a broken stream, so a replica that reconnects in time loses nothing. One whose
+stream broke and that is silent afterwards was killed, most likely: its task groups are given to others after ``REJOIN_S``, and
+what it may still bring of them counts if it is the first. A new incarnation of a replica ends the lease of the older one at once. Time comes from a clock that is passed in.
 Knows nothing about grpc, the journal, or what task groups are for beyond the versions that they need.
 """
 
@@ -16,6 +17,7 @@ from services.orchestrator.commands import LeavePool, ReplicaCommand
 from services.orchestrator.groups import Incarnation
 from services.orchestrator.mailbox import Mailbox
 
+REJOIN_S = 4.0  # a replica that lives tries to rejoin within a fraction of a second, and reports every 2 s
 MOST_MET = 65_536  # incarnations that are remembered
 
 
@@ -62,6 +64,7 @@ class Replica:
     labels: Mapping[str, str] = field(default_factory=dict)
     weights_address: str = ""
     mailbox: Mailbox[ReplicaCommand] | None = None  # None while its stream is broken
+    silent_since: float | None = None  # its stream broke then, and it has not been heard of since
     draining: bool = False
     assignments: dict[str, Assignment] = field(default_factory=dict)
     announced: dict[str, tuple[int, float]] = field(default_factory=dict)  # policy -> (version, when)
@@ -159,6 +162,7 @@ class ReplicaPool:
         if replica.mailbox is not None:
             replica.mailbox.close(SupersededError("the same replica opened a newer stream"))
         replica.mailbox = Mailbox()
+        replica.silent_since = None
         replica.num_slots = hello.num_slots
         replica.held = dict(hello.held)
         replica.labels = hello.labels
@@ -205,6 +209,7 @@ class ReplicaPool:
         if replica.reported_at is not None and now > replica.reported_at:
             replica.tokens_per_s = replica.new_tokens / (now - replica.reported_at)
         replica.reported_at, replica.num_tokens = now, num_tokens
+        replica.silent_since = None
         replica.held = dict(held)
         replica.gauges = gauges
         replica.num_reports += 1
@@ -217,13 +222,25 @@ class ReplicaPool:
         """Leases do not run while nobody here listens: this process itself stood still."""
         for replica in self._replicas.values():
             replica.lease_until += seconds
+            if replica.silent_since is not None:
+                replica.silent_since += seconds
 
     def stream_ended(self, replica: Replica, mailbox: Mailbox[ReplicaCommand]) -> None:
         """A stream broke or was closed; the lease goes on, except for a drained replica with nothing left to play."""
         if replica.mailbox is not mailbox:
             return
         replica.mailbox = None
+        replica.silent_since = self._clock()
         self._end_if_drained(replica)
+
+    def give_away(self) -> list[Replica]:
+        """Take the task groups from replicas whose stream broke ``REJOIN_S`` ago, and that were silent since; their leases go
+        on. Returns these replicas."""
+        before = self._clock() - REJOIN_S
+        found = [r for r in self if r.silent_since is not None and r.silent_since <= before and r.assignments]
+        for replica in found:
+            self._orphan(replica)
+        return found
 
     def expire(self) -> list[Replica]:
         """End the leases that have run out; returns their replicas."""
@@ -264,6 +281,10 @@ class ReplicaPool:
         if replica.mailbox is not None:
             replica.mailbox.close(error)
             replica.mailbox = None
+        self._orphan(replica)
+
+    def _orphan(self, replica: Replica) -> None:
+        """Nobody plays its task groups any more."""
         orphans = list(replica.assignments)
         for task_group_id in orphans:
             del self._owners[task_group_id]

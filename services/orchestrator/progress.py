@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.common.accounts import AccountState
+from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.fates import SetAsideReason
 from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.journal.records import EvaluationResult
@@ -77,7 +78,7 @@ def progress(ring: Ring) -> Progress:
         replicas=tuple(_replicas(ring)),
         tokens_per_s=ring.pool.tokens_per_s,
         evaluations=tuple(ring.evaluations.results.values()),
-        counters=dict(ring.counters),
+        counters={**ring.counters, **_of_checkpoints(ring)},
         waits=tuple(waits(ring)),
         started_at=ring.started_at,
         stalls=tuple(_stall(ring, stall) for stall in ring.standing.stalls),
@@ -159,3 +160,9 @@ def _replicas(ring: Ring) -> list[ReplicaProgress]:
         )
         for replica in ring.pool
     ]
+
+
+def _of_checkpoints(ring: Ring) -> dict[str, int]:
+    """What trainers tell of their checkpoints, where there is something to tell."""
+    found = {gauge.value: sum(int(t.gauges.get(gauge, 0)) for t in ring.trainers) for gauge in CheckpointGauge}
+    return {name: count for name, count in found.items() if count}

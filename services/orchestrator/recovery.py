@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -326,13 +327,8 @@ class _Recovery:
         is_counted = f"r.number > ? AND r.kind IN ({', '.join('?' * len(KINDS))})"
         rows = self.reader.select(is_counted, (since, *KINDS), lambda row: row.number > since and row.kind in KINDS)
         for row in rows:
-            found = decode(
-                self.reader,
-                row,
-                self.ring.aside,
-                lambda record, row=row: recount(row, record, self.ring.ingest.counter_of),
-            )
-            self.ring.counters.update(found or {})
+            counted = partial(recount, row, counter_of_failure=self.ring.ingest.counter_of)
+            self.ring.counters.update(decode(self.reader, row, self.ring.aside, counted) or {})
 
     def _give_back(self) -> None:
         """Open slots stay with the replica that was playing them, as if its stream had just broken."""
@@ -418,6 +414,16 @@ _PARSERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     records.EVALUATION_START: _evaluation_start,
     records.EVALUATION: _evaluation,
 }
+
+
+def parser_of(kind: str) -> Callable[[dict[str, Any]], Any]:
+    """What reads a record of a kind; a kind that recovery does not read needs no more than its JSON."""
+    others = {
+        records.GROUP: records.group_from_json,
+        records.VERDICT: records.verdicts_from_json,
+        records.STATE: _state,
+    }
+    return _PARSERS.get(kind) or others.get(kind) or (lambda record: record)
 
 
 def _refill_replay(ring: Ring, reader: JournalReader) -> None:

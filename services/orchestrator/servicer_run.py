@@ -10,13 +10,13 @@ import grpc
 import orjson
 
 from services.common import serde
-from services.common.errors import InvalidRequestError
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.redaction import without_passwords
 from services.common.serde_accounts import account_to_proto
 from services.orchestrator.forecast import DiskOutlook
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.progress import Progress, progress
+from services.orchestrator.report_bounds import check_id
 from services.orchestrator.ring import Ring
 from services.orchestrator.run_control import RunState
 from services.orchestrator.scores import Estimate
@@ -89,8 +89,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def StartEvaluation(
         self, request: run_pb2.StartEvaluationRequest, context: Context
     ) -> run_pb2.StartEvaluationResponse:
-        if not request.request_id:
-            raise InvalidRequestError("request_id must be set: it names the evaluation")
+        check_id("request_id, which names the evaluation,", request.request_id)
         evaluation_id = f"asked-{request.request_id}"
         await self._ring.begin_evaluation(evaluation_id)
         return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)

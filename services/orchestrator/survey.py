@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
+from services.common.errors import CorruptDataError
 from services.common.fates import GroupFate, SetAsideReason
 from services.orchestrator.journal import records
 from services.orchestrator.journal.damage import DamageReason
@@ -27,7 +28,7 @@ from services.orchestrator.quarantine import Quarantine
 
 T = TypeVar("T")
 
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+UNREADABLE = (CorruptDataError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 _CLOSED = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{records.CLOSED}' AND c.key = r.key)"
 _NAMING_GROUPS = (records.GROUP, records.ASSIGNMENT, records.VERDICT, records.CLOSED)

@@ -52,6 +52,8 @@ class Watch:
     async def tick(self) -> None:
         ring = self._ring
         self._prolong_leases()
+        for replica in ring.pool.give_away():
+            log.warning("replica.work_given_away", replica=replica.replica_id, incarnation=replica.incarnation)
         for replica in ring.pool.expire():
             log.warning("replica.lease_lost", replica=replica.replica_id, incarnation=replica.incarnation)
             ring.replica_lost(replica)

@@ -142,7 +142,7 @@ def _on_host(flat: torch.Tensor) -> Iterator[memoryview]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ from typing import Protocol
 import structlog
 import torch
 
+from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.errors import BatchLostError, MillraceError, ModelMismatchError, VersionConflictError
 from services.common.types import Interval, RankBatch, WeightVersion
 from services.trainer.checkpoint import CheckpointFailedError, Checkpoints
@@ -128,7 +129,7 @@ class TrainingLoop:
             )
         self._saved = checkpoint_step
         self._link.set_checkpoint_steps(self._checkpoints.kept())
-        self._link.set_gauge("damaged_checkpoints", len(self._checkpoints.set_aside()))
+        self._link.set_gauge(CheckpointGauge.DAMAGED.value, len(self._checkpoints.set_aside()))
         for training_step in range(checkpoint_step + 1, newest_version + 1):
             batch = self._next_batch(training_step, _REPLAYING)
             if batch is None:
@@ -271,7 +272,7 @@ class TrainingLoop:
             # Training goes on; the next step tries again. What is recorded since the last checkpoint is kept.
             self.failed_checkpoints += 1
             self._checkpoint_due = True
-            self._link.set_gauge("failed_checkpoints", self.failed_checkpoints)
+            self._link.set_gauge(CheckpointGauge.FAILED.value, self.failed_checkpoints)
             log.error("checkpoint.failed", step=done, error=error.message, failures=self.failed_checkpoints)
             return
         self._checkpoint_due = False

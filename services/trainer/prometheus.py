@@ -11,7 +11,7 @@ METRICS = (
     Metric("millrace_training_tokens_per_second", "gauge", "Tokens trained per second in the newest step, all ranks.", "tokens_per_second"),
     Metric("millrace_batch_wait_seconds_total", "counter", "Seconds spent waiting for batches.", "waited_s"),
     Metric("millrace_failed_checkpoints_total", "counter", "Checkpoints that could not be written.", "failed_checkpoints"),
-    Metric("millrace_damaged_checkpoints", "gauge", "Checkpoints that this trainer found damaged and set aside at its start.", "damaged_checkpoints"),
+    Metric("millrace_damaged_checkpoints", "gauge", "Checkpoints that were set aside as damaged.", "damaged_checkpoints"),
 )  # fmt: skip
 
 PUBLISHER_METRICS = (

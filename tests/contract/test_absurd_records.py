@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from services.common.pb import pool_pb2, pool_pb2_grpc, trajectory_pb2
+from services.common.errors import InvalidRequestError
+from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, trajectory_pb2, weights_pb2
 from services.common.refusals import RefusalReason as Reason
-from services.common.rpc.channel import channel
+from services.common.rpc.channel import channel, translated_errors
 from services.common.serde_refusals import refusal_reason_from_proto, refusal_reason_to_proto
 from tests.contract.absurd import ABSURD, CONTEXT, NEW_TOKENS, VOCABULARY, good
 from tests.integration.orchestrator.conftest import Orchestrator
@@ -60,6 +63,7 @@ async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.Recor
 
     done, acks = asyncio.Event(), []
     async with asyncio.timeout(PATIENCE_S), channel(address) as connection:
+        await connection.channel_ready()  # after a restart other channels of this process may still back off
         async for response in pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories(numbered()):
             acks += response.acks
             if len(acks) == len(listed):
@@ -141,6 +145,7 @@ async def test_every_absurd_record_is_refused_with_its_reason_and_the_run_trains
         await trainer.close()
 
 
+@pytest.mark.slow
 async def test_strangers_are_refused_and_who_was_given_a_slot_before_is_not(orchestrator: Orchestrator) -> None:
     trainer = ScriptedTrainer(orchestrator.address)
     owner, other = Playing(orchestrator.address, "owner"), Playing(orchestrator.address, "other")
@@ -186,6 +191,91 @@ async def test_strangers_are_refused_and_who_was_given_a_slot_before_is_not(orch
     finally:
         await owner.close()
         await other.close()
+        await trainer.close()
+
+
+def held(policy: str = "model0", number: int = 0, digest: str = "d") -> pool_pb2.HeldVersion:
+    return pool_pb2.HeldVersion(policy=policy, number=number, digest=digest)
+
+
+async def refused(call: Awaitable[Any]) -> bool:
+    """Whether a call ends as the caller's mistake."""
+    try:
+        with translated_errors("orchestrator"):
+            await call
+    except InvalidRequestError as error:
+        return len(error.message) < 2000  # what it said is cut
+    return False
+
+
+@pytest.mark.slow
+async def test_absurd_reports_are_the_callers_mistake_or_cut_and_the_run_is_as_before(
+    orchestrator: Orchestrator,
+) -> None:
+    trainer = ScriptedTrainer(orchestrator.address)
+    replica = Playing(orchestrator.address)
+    replica.start()
+    try:
+        await trainer.join()
+        await trainer.publish(0)
+        await replica.until_slots(8)
+        joins = [
+            {"replica_id": "x" * 100_000},
+            {"replica_id": "a\nb"},
+            {"incarnation": ""},
+            {"num_slots": 2**31 - 1},
+            {"num_slots": -1},
+            {"held_versions": [held("nobody")]},
+            {"held_versions": [held(number=-9)]},
+            {"held_versions": [held(number=2**62)]},
+            {"held_versions": [held(digest="d" * 100_000)]},
+        ]
+        reports: list[dict[str, Any]] = [
+            {"num_generated_tokens": -5},
+            {"num_generated_tokens": 2**63 - 1},
+            {"held_versions": [held("nobody")]},
+        ]
+        trained: list[dict[str, Any]] = [
+            {"checkpoint_step": -1},
+            {"training_step": -1},
+            {"rank": -3},
+            {"rank": 2**31 - 1},
+        ]
+        published: list[dict[str, Any]] = [
+            {"number": -1},
+            {"number": 2**62},
+            {"number": 1, "digest": ""},
+            {"number": 1, "digest": "d" * 100_000},
+            {"number": 1, "sources": ["127.0.0.1:1"] * 5000},
+        ]
+        async with channel(orchestrator.address) as connection:
+            pool, training = pool_pb2_grpc.PoolServiceStub(connection), trainer.stub
+            good_join: dict[str, Any] = {"replica_id": "b", "incarnation": "1", "num_slots": 4}
+            for change in joins:
+                stream = pool.JoinPool(pool_pb2.JoinPoolRequest(**{**good_join, **change}), timeout=10)
+                assert await refused(stream.read()), change
+            who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
+            for change in reports:
+                assert await refused(pool.ReportReplica(pool_pb2.ReportReplicaRequest(**who, **change), timeout=10))
+            whose = {"policy": "model0", "incarnation": trainer.incarnation}
+            for change in trained:
+                request = training_pb2.ReportTrainerRequest(**whose, **change)
+                assert await refused(training.ReportTrainer(request, timeout=10)), change
+            for change in published:
+                version = weights_pb2.WeightVersion(policy="model0", **{"digest": "d", **change})
+                announced = training_pb2.PublishVersionRequest(version=version, incarnation=trainer.incarnation)
+                assert await refused(training.PublishVersion(announced, timeout=10)), change
+            gauges = {"x" * 1000: 1.0, "nan": math.nan, "fine": 1.0} | {f"g{i}": 1.0 for i in range(20_000)}
+            huge = pool_pb2.ReportReplicaRequest(**who, held_versions=replica._held(), gauges=gauges)
+            huge.emission_intervals.add().end.seconds = 2**60
+            await pool.ReportReplica(huge, timeout=10)
+        now = await orchestrator.progress()
+        assert [found.replica_id for found in now.replicas] == ["a"]
+        assert [policy.version for policy in now.policies] == [0]
+        await replica.close()
+        await trains_on(orchestrator, trainer, first_step=1)
+    finally:
+        await replica.close()
         await trainer.close()
 
 

@@ -161,7 +161,7 @@ def _write_weights(
     """The shards, and the index where there are several; returns their bytes of weights."""
     pieces = [_piece(reader, name, tensor, dtype, progress) for name, tensor in tensors]
     shards = list(_shards(pieces, shard_bytes))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         one = len(shards) == 1
         name = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -196,7 +196,7 @@ def _cast(reader: TensorReader, name: str, source: str, target: str, progress: P
             yield chunk
         else:
             bits = np.frombuffer(chunk, ELEMENT_TYPES[source].bits_dtype)
-            yield memoryview(np.ascontiguousarray(cast_bits(bits, source, target)).view(np.uint8))
+            yield np.ascontiguousarray(cast_bits(bits, source, target)).view(np.uint8).data
 
 
 def _shards(pieces: Iterable[Piece], shard_bytes: int) -> Iterator[list[Piece]]:

@@ -127,7 +127,13 @@ def encode(manifest: Manifest) -> bytes:
     """
     content = {
         "format": FORMAT,
-        **{name: getattr(manifest, name) for name in (*_WORDS, *_NUMBERS)},
+        "run_id": manifest.run_id,
+        "policy": manifest.policy,
+        "training_step": manifest.training_step,
+        "num_updates": manifest.num_updates,
+        "num_ranks": manifest.num_ranks,
+        "optimizer": manifest.optimizer,
+        "written_at": manifest.written_at,
         "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in manifest.tensors.items()},
         "files": [file.to_json() for file in manifest.files],
     }
@@ -148,8 +154,13 @@ def decode(data: bytes) -> Manifest:
         if content["format"] != FORMAT:
             raise CorruptDataError(f"{MANIFEST} has format {content['format']!r}; this version reads {FORMAT}")
         manifest = Manifest(
-            **{name: _typed(content[name], str) for name in _WORDS},
-            **{name: _count(content[name]) for name in _NUMBERS},
+            run_id=_typed(content["run_id"], str),
+            policy=_typed(content["policy"], str),
+            training_step=_count(content["training_step"]),
+            num_updates=_count(content["num_updates"]),
+            num_ranks=_count(content["num_ranks"]),
+            optimizer=_typed(content["optimizer"], str),
+            written_at=_count(content["written_at"]),
             tensors={name: _tensor(*entry) for name, entry in content["tensors"].items()},
             files=tuple(file_from_json(entry) for entry in content["files"]),
         )
@@ -157,10 +168,6 @@ def decode(data: bytes) -> Manifest:
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from None
     return manifest
-
-
-_WORDS = ("run_id", "policy", "optimizer")
-_NUMBERS = ("training_step", "num_updates", "num_ranks", "written_at")
 
 
 def digest_of(data: bytes) -> str:

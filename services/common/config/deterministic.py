@@ -6,39 +6,43 @@ which replica plays them, nor on which processes die meanwhile (docs/protocol.md
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from services.common.config.recipe import Recipe
+from services.common.config.data import DataConfig, WorkflowConfig
+from services.common.config.policy import PolicyConfig
+from services.common.config.services import InferenceConfig
 
 # A rollout of these brings several sequences, of a number that is known only when it ends.
 _SEVERAL_SEQUENCES = ("actor_verifier", "codegen_verifier", "external_agent")
 
 
-def conflicts(recipe: Recipe) -> list[str]:
+def conflicts(
+    policies: Mapping[str, PolicyConfig],
+    workflow: WorkflowConfig,
+    data: DataConfig,
+    inference: Mapping[str, InferenceConfig],
+) -> list[str]:
     """The settings with which a run cannot be repeated bit for bit, each with what to write instead."""
-    return [*_of_the_run(recipe), *_of_policies(recipe), *_of_engines(recipe)]
+    return [*_of_the_run(policies, workflow, data), *_of_policies(policies), *_of_engines(inference)]
 
 
-def _of_the_run(recipe: Recipe) -> list[str]:
+def _of_the_run(policies: Mapping[str, PolicyConfig], workflow: WorkflowConfig, data: DataConfig) -> list[str]:
     found = []
-    if len(recipe.policies) > 1:
-        found.append(f"policies has {', '.join(recipe.policies)}: keep one")
-    if recipe.workflow.name in _SEVERAL_SEQUENCES:
+    if len(policies) > 1:
+        found.append(f"policies has {', '.join(policies)}: keep one")
+    if workflow.name in _SEVERAL_SEQUENCES:
         found.append(
-            f"workflow.name is {recipe.workflow.name}, whose rollouts bring several sequences: write one of single_turn, "
+            f"workflow.name is {workflow.name}, whose rollouts bring several sequences: write one of single_turn, "
             "tool_use, tool_math, agent_env"
         )
-    if recipe.data.curation != "accept_all":
-        found.append(
-            f"data.curation is {recipe.data.curation}, which chooses tasks by what has finished: write accept_all"
-        )
+    if data.curation != "accept_all":
+        found.append(f"data.curation is {data.curation}, which chooses tasks by what has finished: write accept_all")
     return found
 
 
-def _of_policies(recipe: Recipe) -> list[str]:
+def _of_policies(policies: Mapping[str, PolicyConfig]) -> list[str]:
     found = []
-    for name, policy in recipe.trained_policies.items():
+    for name, policy in policies.items():
         where = f"policies.{name}"
         if policy.batch.max_staleness:
             found.append(
@@ -56,9 +60,9 @@ def _of_policies(recipe: Recipe) -> list[str]:
     return found
 
 
-def _of_engines(recipe: Recipe) -> list[str]:
+def _of_engines(inference: Mapping[str, InferenceConfig]) -> list[str]:
     found = []
-    for name, service in recipe.inference.items():
+    for name, service in inference.items():
         where = f"inference.{name}"
         if service.engine == "sglang":
             found.append(

@@ -184,7 +184,8 @@ class TrainerConfig(Section):
     checkpoint_every: int = Field(default=10, ge=1)
     """Training steps between durable checkpoints."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints kept; older ones are removed."""
+    """Checkpoints kept; older ones are removed. Recorded batches after the oldest are kept as well, so that a run whose
+    newest checkpoint is damaged goes on from the one before; with 1 there is none before."""
     export_final: bool = True
     """Write a Hugging Face safetensors export when the run ends."""
     threads: int = Field(default=1, ge=1)

@@ -131,7 +131,7 @@ class Recipe(Section):
         return self
 
     def _check_deterministic(self) -> None:
-        if self.run.deterministic and (found := conflicts(self)):
+        if self.run.deterministic and (found := conflicts(self.policies, self.workflow, self.data, self.inference)):
             raise ValueError(f"run.deterministic cannot hold: {'; '.join(found)}")
 
     def _check_sampling(self) -> None:

@@ -19,7 +19,14 @@ _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
 _LARGEST_RANGE = 1_000_000
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
-_NO_TREE = (RecursionError, ValueError, OverflowError, IndexError, TypeError)  # what a stranger's tree may lead to
+_NO_TREE = (
+    RecursionError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)  # what a stranger's tree may lead to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +171,15 @@ def _listed(tree: Tree) -> Tree:
             raise ValueError("a range that is too long to compare")
         return ["l", *values]
     if tree[0] == "n":
-        return _nested([_whole(part) for part in tree[2][1:]], tree[3:])
+        return _array(tree)
     return tree
+
+
+def _array(tree: Tree) -> Tree:
+    shape, values = [_whole(part) for part in tree[2][1:]], tree[3:]
+    if math.prod(shape) != len(values) or (not values and shape[0]):  # an empty one is compared by its first axis only
+        raise ValueError("an array of another shape")
+    return _nested(shape, values)
 
 
 def _nested(shape: list[int], values: list[Any]) -> Tree:
@@ -181,9 +195,9 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
         return True
     if tolerance is None or (isinstance(expected, int) and isinstance(actual, int)):
         return False
-    exact = isinstance(expected, Fraction) or isinstance(actual, Fraction)
-    difference = abs(complex(expected) - complex(actual)) if exact else abs(expected - actual)
-    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(expected))
+    first, second = complex(expected), complex(actual)
+    difference = abs(first - second)
+    return math.isfinite(difference) and difference <= tolerance * max(1.0, abs(first))
 
 
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:

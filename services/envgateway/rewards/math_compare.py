@@ -53,6 +53,8 @@ class MathComparison:
             if num_boxes(completion) > 1:  # together a set, by Math-Verify
                 return None
             return other_form(wanted, given) or self._broken_chain(given) or None
+        if self._same_percent(wanted, given):
+            return None
         if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
             return None
         return ""
@@ -83,6 +85,13 @@ class MathComparison:
             return False
         side, name = found[0]
         return self.is_equal(gold, self._parsed(f"${name}={side}$"))
+
+    def _same_percent(self, wanted: str, given: str) -> bool:
+        """The same number, with a percent sign on one side only."""
+        left, right = (text.strip().rstrip(".").rstrip() for text in (wanted, given))
+        if left.endswith("%") is right.endswith("%"):
+            return False
+        return self._same(*(text.removesuffix("%").removesuffix("\\") for text in (left, right)))
 
     def _same_complex(self, gold: _Parsed, answer: _Parsed) -> bool:
         """With ``i`` for the root of -1, where one side has the one and the other the other."""

@@ -18,14 +18,18 @@ _LONGEST = 2000  # characters of an answer that is looked at here
 _MOST_INTERVALS = 6
 _REPEATING = re.compile(
     r"(?<![\w.\\])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{\s*(\d+)\s*\}|\\(?:overline|bar)\s*(\d)(?!\d)"
-    r"|\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?)"
+    r"|\\dot\s*\{?(\d)\}?(?:(\d*)\\dot\s*\{?(\d)\}?)?|\((\d+)\))"
 )
 _POWER = re.compile(
     r"(?<![\w.^}\\])(\d+(?:\.\d+)?)(?:\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d+)\s*\}|(\d)(?!\d))"
     r"|[eE]([+-]?\d+))(?![\w.])"
 )
 _MIXED = re.compile(r"(?<![\w.^}\\/+*-])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
-_THIN_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:\\,\d{3})+(?!\d)")
+_THIN_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,; ]|~)\d{3})+(?!\d)")
+_SPACE_GROUPED = re.compile(r"(?:^|(?<=[{$]))\d{1,3}(?: \d{3})+(?=[}$]|$)")  # only as a whole answer
+_ARROW = re.compile(r"\\(?:to|equiv|rightarrow|Rightarrow|implies|longrightarrow|iff|cong)(?![A-Za-z])")
+_AND = re.compile(r"\\(?:text|mathrm|textrm)\{\s*and\s*\}|\\(?:land|wedge)(?![A-Za-z])|(?<![A-Za-z\\])and(?![A-Za-z])")
+_BUILDER = re.compile(r"\\\{[A-Za-z](?:\\in(?:\\mathbb\{?R\}?|\\R))?(?:\\mid|\\vert|\||:)(.*)\\\}")
 _ENDING_POINT = re.compile(r"(?<=\d)\.(?=\s*[}$])")
 _SPACING = re.compile(r"\\(?:left|right|bigl|bigr|Big|big|displaystyle|,|;|!|:|quad|qquad| )|[$~\s]")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?!\d)")
@@ -39,7 +43,8 @@ def rewritten(text: str) -> str:
     >>> rewritten(r"0.1\overline{6}"), rewritten(r"3.8 \times 10^{3}"), rewritten("1.5e-3"), rewritten("-3 1/2")
     ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
     """
-    text = _THIN_GROUPED.sub(lambda match: match[0].replace("\\,", ""), text)
+    text = _THIN_GROUPED.sub(lambda match: re.sub(r"\\[,; ]|~", "", match[0]), text)
+    text = _SPACE_GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _ENDING_POINT.sub("", _REPEATING.sub(_as_fraction, text))
     text = _POWER.sub(_as_digits, text)
     return _MIXED.sub(_as_improper, text)
@@ -47,7 +52,7 @@ def rewritten(text: str) -> str:
 
 def _as_fraction(match: re.Match[str]) -> str:
     whole, before = match[1] or "0", match[2]
-    repeated = match[3] or match[4] or (match[5] + (match[6] or "") + (match[7] or ""))
+    repeated = match[3] or match[4] or match[8] or (match[5] + (match[6] or "") + (match[7] or ""))
     if len(whole) + len(before) + len(repeated) > _LARGEST_EXPONENT:
         return match[0]
     places = 10 ** len(before)
@@ -85,7 +90,7 @@ def form_of(text: str) -> Form:
     text = _plain(text)
     if text.startswith(("\\{", "\\lbrace")):
         return Form.SET
-    if len(split(text, ",")) > 1:
+    if any(len(split(_AND.sub(",", text), separator)) > 1 for separator in ",;"):
         return Form.LIST
     closes = _closing_place(text)
     if closes == len(text) - 1 and text[:1] in ("(", "[") and len(split(text[1:-1], ",")) > 1:
@@ -112,8 +117,10 @@ def equations(text: str) -> list[list[str]]:
     """
     text = text[:_LONGEST].strip().strip("$").rstrip(".")
     found = []
-    for part in split(text, ","):
-        if re.search(r"[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|equiv|approx)(?![a-z])", part):
+    if "\\pmod" in text or "\\bmod" in text:
+        return []
+    for part in split(_ARROW.sub("=", text), ","):
+        if re.search(r"[<>]|\\(?:le|ge|leq|geq|leqslant|geqslant|ne|neq|lt|gt|approx)(?![a-z])", part):
             continue
         sides = [side.strip() for side in split(part, "=")]
         if len(sides) > 1 and all(sides):
@@ -148,7 +155,10 @@ def intervals(text: str) -> tuple[list[Span], bool] | None:
     >>> intervals(r"1 < x \le 2")
     ([Span(low='1', high='2', has_low=False, has_high=True)], True)
     """
-    parts = _UNION.split(_plain(_SIGN.sub(lambda sign: _PLAIN_SIGNS.get(sign[0], sign[0]), text[:_LONGEST])))
+    text = _plain(_SIGN.sub(lambda sign: _PLAIN_SIGNS.get(sign[0], sign[0]), text[:_LONGEST]))
+    if builder := _BUILDER.fullmatch(text):
+        text = builder[1]
+    parts = _UNION.split(text)
     spans, by_inequalities = [], False
     for part in parts[:_MOST_INTERVALS]:
         span = _bracketed(part)
@@ -169,6 +179,11 @@ def _bracketed(text: str) -> Span | None:
 
 
 def _inequality(text: str) -> Span | None:
+    both = _AND.split(text)
+    if len(both) == 2:
+        low, high = sorted((_inequality(part) for part in both), key=lambda span: span is None or not span.low)
+        is_pair = low is not None and high is not None and not low.high and not high.low
+        return Span(low.low, high.high, low.has_low, high.has_high) if low and high and is_pair else None
     parts = _SIGN.split(text)
     sides, signs = parts[::2], parts[1::2]
     if not signs or len(signs) > 2 or not all(sides):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.damage import Damage
+from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.files import Files
 from services.orchestrator.journal.frames import checksum_of, header_bytes
 from services.orchestrator.journal.index import Row
@@ -88,6 +88,8 @@ def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], left_ou
     num_bytes = 0
     for row in found:
         if isinstance(row, Damage):
+            if row.reason is DamageReason.TORN:  # never acknowledged
+                continue
             raise CorruptDataError(f"{row}: the segment stays as it is")
         if row.number not in keep:
             left_out.append(row.number)

@@ -9,6 +9,7 @@ records as plain JSON lines. Each record is a frame of its own: a flipped bit co
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from services.common.errors import CorruptDataError
 MAGIC = 0x184D2A5D  # one of the 16 of skippable frames
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
 FORMAT = 1
-MAX_LINE_BYTES = 1 << 30  # of one record, decompressed
+MAX_LINE_BYTES = 1 << 28  # of one record, decompressed
+MAX_NUMBER = 1 << 62  # of a record; more than SQLite's integers hold are no record's
 
 _FIXED = struct.Struct("<IIBBHIQdQ")
 _HASH = struct.Struct("<Q")
@@ -95,7 +97,12 @@ def read_header(data: bytes, at: int = 0) -> Header:
             f"the journal has a record of format {version}, and this release reads format {FORMAT}: use the release that "
             "wrote it"
         )
-    key = data[at + _FIXED.size : hashed].decode()
+    try:
+        key = data[at + _FIXED.size : hashed].decode()
+    except UnicodeDecodeError:
+        raise Unreadable from None
+    if not 0 < number < MAX_NUMBER or not math.isfinite(written_at):
+        raise Unreadable
     return Header(number, written_at, key, length, digest - (1 << 63), size)
 
 

@@ -147,7 +147,16 @@ class JournalReader:
     def load(self, row: Row) -> dict[str, Any] | None:
         """One record, or None (logged, and told by ``damage``) when its bytes are not what was written."""
         line = self.load_line(row)
-        return None if line is None else orjson.loads(line)
+        if line is None:
+            return None
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            record = None
+        if isinstance(record, dict):
+            return record
+        self._note_unreadable(row, DamageReason.CHECKSUM)  # not by this project's writer
+        return None
 
     def load_line(self, row: Row) -> bytes | None:
         """The same as the line of JSON that was written."""
@@ -155,16 +164,18 @@ class JournalReader:
         if line is None and (moved := self._moved(row)) is not None:
             row = moved
             line, reason = self._read(row)
-        if line is not None:
-            return line
-        damage = Damage(
+        if line is None:
+            self._note_unreadable(row, reason)
+        return line
+
+    def _note_unreadable(self, row: Row, reason: DamageReason) -> None:
+        if row.number in self._unreadable:
+            return
+        self._unreadable[row.number] = Damage(
             kind=row.kind, segment=row.segment, offset=row.offset, num_bytes=row.length, reason=reason, num_records=1,
             number=row.number, key=row.key,
         )  # fmt: skip
-        if row.number not in self._unreadable:
-            self._unreadable[row.number] = damage
-            log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
-        return None
+        log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
 
     def _moved(self, row: Row) -> Row | None:
         """Where a record lies now, whose segment may have been rewritten since its row was found; None where it is gone."""

@@ -16,6 +16,7 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.damage import DamageReason
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
@@ -73,7 +74,7 @@ def plan(
     current: Mapping[str, int],
 ) -> list[Plan]:
     """``current``: the segment of each kind that is being written; a kind without one is left alone."""
-    damaged = {(span.kind, span.segment) for span in reader.damage()}
+    damaged = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
     wanted = {
         records.TRAJECTORY: needed_trajectories(reader, oldest_checkpoint_steps, live_groups),
         records.STATE: list(_newest(reader, records.STATE)),

@@ -15,7 +15,7 @@ from services.orchestrator.journal.files import Files
 
 COLLECTED = "collected"  # kind of the records that name segments which retention deletes
 
-_NAME = re.compile(r"^([a-z_]+)-(\d{6,})\.jsonl\.zst$")
+_NAME = re.compile(r"^([a-z_]+)-(\d{6,15})\.jsonl\.zst$", re.ASCII)
 _OLD_NAME = re.compile(r"^[a-z_]+-\d{6,}\.jsonl$")
 
 Place = tuple[str, int]  # kind and segment

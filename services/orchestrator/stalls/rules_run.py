@@ -42,7 +42,8 @@ def everything_fails(facts: Facts, patience: Patience) -> Iterator[Finding]:
         yield Finding(
             component="rollouts",
             cause=Cause.ALL_FAIL,
-            detail=f"the last {facts.failures_in_a_row} rollouts failed, the newest with {facts.last_failure}",
+            detail=facts.held_back.get("failures")  # also when too many, and not all, are without a reward
+            or f"the last {facts.failures_in_a_row} rollouts failed, the newest with {facts.last_failure}",
             since=since,
             inferred=True,
         )

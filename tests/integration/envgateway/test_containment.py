@@ -12,7 +12,17 @@ import pytest_asyncio
 
 from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests, Verdict
+from services.envgateway.judge.records import (
+    AssertTests,
+    JudgeRequest,
+    JudgeResult,
+    Lane,
+    StdinCase,
+    StdinTests,
+    Verdict,
+)
+from services.envgateway.rewards.code import CodeReward
+from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 from services.envgateway.sandbox.records import ExecutionStatus as S
@@ -138,7 +148,7 @@ async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: py
 
 async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) -> None:
     if not pool.gauges["sandbox_memory_cgroup"]:
-        needs.unmet("a memory cgroup", "programs are watched here, and shared mappings refused")
+        needs.unmet("memory cgroup", "programs are watched here, and shared mappings refused")
     code = "import mmap, time\nm = mmap.mmap(-1, 90 << 20)\ntime.sleep(.1)\nfor i in range(90):\n    m[i << 20:(i + 1) << 20] = b'x' * (1 << 20)\n    m.madvise(mmap.MADV_DONTNEED, i << 20, 1 << 20)\ntime.sleep(.1)"
     result = await pool.run(ExecutionRequest(code=code, limits=ExecutionLimits(wall_s=5.0)))
     assert result.status is S.OK and 80 << 20 < result.peak_memory_bytes < 150 << 20
@@ -154,3 +164,22 @@ async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World) -> N
             assert case.wrong(result) == ""
     finally:
         await watched.close()
+
+
+class _AtOnce:
+    """A queue that judges at once."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self._pool = pool
+
+    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult:
+        return await Judge(self._pool).judge(job)
+
+
+@pytest.mark.parametrize("name", ["tests-garbage", "tests-half-a-frame", "tests-closed", "tests-feeds-back-depth"])
+async def test_a_reward_is_never_left_out_for_what_the_program_did(pool: SandboxPool, name: str) -> None:
+    request = next(case.request for case in CASES if case.name == name)
+    assert isinstance(request.tests, AssertTests)
+    task = {"tests": {"kind": "assert", "tests": request.tests.tests, "entry_point": request.tests.entry_point}}
+    result = await CodeReward(_AtOnce(pool), case_time_s=2.0)(task, f"```python\n{request.code}```")
+    assert (result.outcome, result.reward) == (RewardOutcome.WRONG, 0.0), result.detail

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, Verdict
+from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult, Verdict
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.pool import SandboxPool
@@ -40,11 +40,28 @@ RIGHT = {
     "attributes": (POINT, "r = candidate(3)\nassert r.x == 3 and not hasattr(r, 'y')"),
     "named tuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(n): return P(n, 1)", "r = candidate(3)\nassert r.x == 3 and r == (3, 1)"),
     "numbers": ("from fractions import Fraction\nfrom decimal import Decimal\ndef f(n): return [Fraction(1, n), Decimal('0.5')]", "for n in [2]:\n    assert candidate(n) == [0.5, 0.5]"),
+    "callable": ("def f(n): return lambda: n", "assert callable(candidate(3)) and candidate(3)() == 3"),
+    "iterator": ("def f(n): return (i for i in [n])", "from collections.abc import Iterator\nassert isinstance(candidate(3), Iterator)"),
+    "awaited": ("async def f(n): return 7 * n", "import asyncio\nasync def main():\n    assert await asyncio.gather(candidate(1), candidate(2)) == [7, 14]\nasyncio.run(main())\nassert asyncio.run(candidate(3)) == 21"),
+    "arguments of an error": ("def f(n): raise OSError(2, 'x')", "try:\n    candidate(1)\n    assert False\nexcept FileNotFoundError as e:\n    assert e.errno == 2"),
+    "text of an error": ("class E(ValueError):\n    def __str__(self): return 'mine'\ndef f(n): raise E(1, 2)", "try:\n    candidate(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'mine'"),
+    "threads": ("def f(n): return 7 * n", "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n    got = list(pool.map(candidate, range(30)))\nassert got == [7 * n for n in range(30)]"),
+    "annotations that are not evaluated": ("def f(n): return 7 * n", "from __future__ import annotations\ndef h(a: Nowhere) -> Else: return candidate(a)\nassert h(3) == 21"),
+    "functions in a list": ("def f(n): return [lambda: 1, lambda: 2]", "assert [g() for g in candidate(1)] == [1, 2]"),
     "changed in place": ("def f(x): x.sort()", "a = [3, 1]\ncandidate(a)\nassert a == [1, 3]"),
     "changed inside": ("def f(x): x[0].append(2)", "inner = [1]\ncandidate([inner])\nassert inner == [1, 2]"),
     "its argument is left alone": ("def f(x): return sorted(x)", "a = [3, 1]\nb = candidate(a)\nassert b == [1, 3] and a == [3, 1]"),
     "its argument is nobody's": ("def f(x): x.sort(); return x", "a = [3, 1]\nb = candidate(a)\nassert b == [1, 3]"),
 }  # fmt: skip
+LISTED = [
+    ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __lt__(self, o): return self.x < o.x\n    def __repr__(self): return f'V({self.x})'",
+     "assert (V(1) + V(2)).x == 3 and repr(V(4)) == 'V(4)'\nassert [v.x for v in sorted([V(3), V(1)])] == [1, 3]\nassert V(1) == V(1) and V(1) != V(2) and len({V(1), V(1)}) == 1", ("V",)),
+    ("class C:\n    def __enter__(self): return 5\n    def __exit__(self, *a): return True", "with C() as c:\n    assert c == 5", ("C",)),
+    ("class M:\n    def __init__(self): self.d = {}\n    def __getitem__(self, k): return self.d[k]\n    def __setitem__(self, k, v): self.d[k] = v\n    def __len__(self): return len(self.d)\n    def __iter__(self): return iter(self.d)",
+     "m = M()\nassert not m\nm['a'] = 1\nassert m['a'] == 1 and len(m) == 1 and list(m) == ['a'] and 'a' in m and m", ("M",)),
+    ("def f(g, x): return g(x)\ndef h(x): return x + 1", "assert f(h, 2) == 3", ("f", "h")),
+    ("import enum\nLIMIT = 7\nclass Color(enum.Enum):\n    RED = 1\ndef f(n): return Color(n)", "assert f(1) == Color.RED and f(1).value == 1 and LIMIT == 7", ("f", "Color", "LIMIT")),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -52,22 +69,24 @@ def judge(pool: SandboxPool) -> Judge:
     return Judge(pool)
 
 
+async def verdicts(judge: Judge, program: str = "") -> dict[str, JudgeResult]:
+    """Of the right programs, or of one for all."""
+    requests = [
+        JudgeRequest(code=program or code, tests=AssertTests(tests=tests, entry_point="f"))
+        for code, tests in RIGHT.values()
+    ]
+    return dict(zip(RIGHT, await asyncio.gather(*map(judge.judge, requests)), strict=True))
+
+
 async def test_right_programs_pass_tests_that_run_as_code(judge: Judge) -> None:
-    wrong = []
-    for name, (code, tests) in RIGHT.items():
-        result = await judge.judge(JudgeRequest(code=code, tests=AssertTests(tests=tests, entry_point="f")))
-        if result.verdict is not Verdict.OK:
-            wrong.append((name, result.verdict.value, result.detail))
-    assert wrong == []
+    told = await verdicts(judge)
+    assert {name: result for name, result in told.items() if result.verdict is not Verdict.OK} == {}
 
 
 async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
-    passed = []
-    for name, (_, tests) in RIGHT.items():
-        result = await judge.judge(JudgeRequest(code="def f(n): return 'other'", tests=AssertTests(tests=tests, entry_point="f")))  # fmt: skip
-        if result.verdict not in (Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR):
-            passed.append((name, result.verdict.value))
-    assert passed == []
+    wrong = (Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR)
+    told = await verdicts(judge, "def f(n): return 'other'")
+    assert {name: result for name, result in told.items() if result.verdict not in wrong} == {}
 
 
 async def test_no_trick_of_the_exchange_makes_a_wrong_program_right(judge: Judge) -> None:
@@ -83,6 +102,10 @@ async def test_what_a_row_lists_is_the_programs(judge: Judge) -> None:
         names=("P",),
     )
     assert (await judge.judge(JudgeRequest(code=POINT, tests=tests))).verdict is Verdict.OK
+    for code, test, names in LISTED:
+        tests = AssertTests(tests=test, entry_point=names[0], names=names)
+        result = await judge.judge(JudgeRequest(code=code, tests=tests))
+        assert result.verdict is Verdict.OK, (test, result)
     stack = AssertTests(tests="s = Stack()\ns.push(3)\nassert len(s) == 1 and s.held == [3]")
     assert (await judge.judge(JudgeRequest(code=STACK, tests=stack))).verdict is Verdict.OK
 
@@ -98,6 +121,25 @@ async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, tests: str) -
     task = {"tests": {"kind": "assert", "tests": tests, "entry_point": "f"}}
     result = await CodeReward(Queue())(task, "def f(n): return 21")  # type: ignore[arg-type]
     assert result.outcome is RewardOutcome.GRADER_FAILED
+
+
+async def test_an_answer_that_is_handed_back_never_makes_its_sample_drop_out(judge: Judge) -> None:
+    tests = AssertTests(tests="for n in [1]:\n    assert candidate([candidate(n)]) == 5", entry_point="f")
+    inner = (
+        "deque([[]])",
+        "range(3)",
+        "Fraction(1, 3)",
+        "Decimal('1')",
+        "P(1)",
+        "np.arange(2)",
+        "np.longdouble(1)",
+        "object()",
+    )
+    head = "from collections import deque, namedtuple\nfrom fractions import Fraction\nfrom decimal import Decimal\nP = namedtuple('P', 'x')\n"
+    for value in inner:
+        code = f"{head}{'import numpy as np' if 'np.' in value else ''}\ndef f(n):\n    v = {value}\n    for _ in range(199): v = [v]\n    return v"
+        result = await judge.judge(JudgeRequest(code=code, tests=tests))
+        assert result.verdict.is_about_the_program and result.verdict is not Verdict.OK, (value, result)
 
 
 async def test_what_a_program_returns_never_makes_its_sample_drop_out(judge: Judge) -> None:

@@ -198,6 +198,24 @@ async def test_an_orchestrator_that_goes_away_and_comes_back_is_waited_for(
     assert orchestrator.counters["conflicts"] == 0
 
 
+async def test_a_version_whose_record_the_orchestrator_lost_is_offered_again(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 4
+    trainer = start(orchestrator)
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    digest = orchestrator.ledger[3]
+    await orchestrator.stop_serving()
+    del orchestrator.ledger[3]
+    await orchestrator.serve()
+    await orchestrator.until(lambda: 3 in orchestrator.ledger, "version 3 was not offered again")
+    assert orchestrator.ledger[3] == digest
+    orchestrator.held_step = None
+    assert await trainer.life == STEPS
+    assert orchestrator.counters["conflicts"] == 0
+
+
 async def test_an_orchestrator_that_is_away_when_a_version_is_published_gets_it_later(
     make_orchestrator: MakeOrchestrator, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

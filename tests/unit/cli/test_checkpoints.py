@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -58,14 +60,15 @@ def run_dir(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / RESOLVED).write_text("{}")
 
+    def version(number: int) -> dict[str, Any]:
+        found = WeightVersion(policy="model0", number=number, digest=f"xxh3-128:{number:032d}")
+        return records.version_to_json(found, 0, {})
+
     async def journal() -> None:
         written = Journal(directory / "journal")
         written.start()
         for number in range(6):
-            version = WeightVersion(policy="model0", number=number, digest=f"xxh3-128:{number:032d}")
-            await written.append(
-                records.VERSION, f"model0/{number}", lambda version=version: records.version_to_json(version, 0, {})
-            )
+            await written.append(records.VERSION, f"model0/{number}", partial(version, number))
         await written.close()
 
     asyncio.run(journal())

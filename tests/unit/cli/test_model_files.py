@@ -56,3 +56,11 @@ def test_a_served_teacher_is_compared_and_looked_through_as_the_policy_that_it_i
     assert problem.startswith(f"{where}: vocabulary does not match {student}: 31 tokens here, 29 there, 2 differ")
     (problem,) = model_problems(served(student, tmp_path / "nowhere"))
     assert problem.startswith("policies.teacher.model.path: ")
+
+
+def test_weights_that_are_pickled_are_told_before_a_run_begins(tmp_path: Path) -> None:
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", seed=1)
+    for file in Path(teacher).glob("*.safetensors"):
+        file.rename(file.with_name("pytorch_model.bin"))
+    (problem,) = model_problems(taught(student, teacher))
+    assert "pickled weights only (pytorch_model.bin)" in problem

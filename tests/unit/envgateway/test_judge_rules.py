@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections import deque, namedtuple
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.assert_tests import UnusableTestsError
@@ -318,6 +322,66 @@ def test_executions_survive_json(data: bytes, text: str, flag: bool) -> None:
         status=ExecutionStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag
     )
     assert ExecutionResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+
+
+Point = namedtuple("Point", "x y")
+LIBRARY = [
+    (range(3), [0, 1, 2]),
+    (range(5, 0, -2), [5, 3, 1]),
+    (deque([1, "a"]), [1, "a"]),
+    (Fraction(1, 2), 0.5),
+    (Fraction(3), 3),
+    (Decimal("0.25"), 0.25),
+    (Decimal("inf"), math.inf),
+    (Point(1, 2), (1, 2)),
+    (numpy.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+    (numpy.array(5), 5),
+    (numpy.array(["a", "bc"]), ["a", "bc"]),
+    (numpy.array([]), []),
+]
+
+
+@pytest.mark.parametrize(("value", "same"), LIBRARY, ids=lambda value: type(value).__name__)
+def test_values_of_the_library_cross_and_compare_as_the_data_that_they_hold(value: Any, same: Any) -> None:
+    tree = json.loads(plain.encode(value))
+    other = [same, "more"] if not isinstance(same, list) else [*same, "more"]
+    assert equal(plain.to_tree(same), tree, ValueRule()) and not equal(plain.to_tree(other), tree, ValueRule())
+    crossed = plain.from_tree(json.loads(plain.encode(value, lambda _: "0")))
+    assert type(crossed).__name__ == type(value).__name__ and numpy.all(crossed == value)
+
+
+def test_a_range_is_no_list_where_the_rule_is_strict() -> None:
+    tree = json.loads(plain.encode(range(2)))
+    assert not equal(["l", 0, 1], tree, ValueRule(strict=True)) and equal(["r", 0, 2, 1], tree, ValueRule(strict=True))
+    one = json.loads(plain.encode(numpy.array([7])))
+    assert equal(["l", 7], one, ValueRule(strict=True)) and not equal(["l", 8], one, ValueRule(strict=True))
+
+
+TAGS = st.sampled_from(
+    ["i", "f", "c", "b", "l", "t", "s", "z", "d", "L", "T", "r", "q", "n", "N", "F", "D", "h", "o", "", "x"]
+)
+NUMBERS = st.integers(-3, 3) | st.sampled_from([10**30, 10**9, -(10**9), 0.5])
+TREES = st.recursive(
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.text(max_size=3)
+    | st.sampled_from(["0x1", "nan", "<f8", "1e999999999", "O"]),
+    lambda inner: st.builds(lambda tag, parts: [tag, *parts], TAGS, st.lists(inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(TREES, TREES, st.booleans())
+def test_no_tagged_tree_of_a_stranger_breaks_a_comparison(first: Any, second: Any, strict: bool) -> None:
+    for rule in (ValueRule(strict=strict), ValueRule(unordered=True), ValueRule(tolerance=0.1)):
+        assert equal(first, second, rule) in (True, False)
+    assert truth(first) in (True, False, None) and isinstance(shown(first), str)
+    try:
+        plain.from_tree(first, lambda *_: None, nodes=True)
+    except ValueError:
+        return
 
 
 def _case(index: int, verdict: Verdict) -> CaseResult:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare import memcg, procfs, run
+from services.envgateway.sandbox.bare import memcg, procfs
 from services.envgateway.sandbox.bare.run import Limits, Run
 from services.envgateway.sandbox.bare.slots import Slot
 
@@ -28,7 +28,7 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     directory.mkdir()
     for name, text in FILES[request.param].items():
         (directory / name).write_text(text)
-    monkeypatch.setattr(memcg.os, "mkdir", lambda path: None)
+    monkeypatch.setattr("os.mkdir", lambda path: None)
     made = memcg.SlotMemory(str(directory), request.param, ours)
     yield made
     made.close()
@@ -103,7 +103,7 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         monkeypatch.setattr(procfs, "proportional_bytes", proportional)
         monkeypatch.setattr(procfs, "least_bytes", lambda family: 50 << 20)
         monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 0)
-        monkeypatch.setattr(run.time, "monotonic", lambda: next(clock) * shares_take_s)
+        monkeypatch.setattr("time.monotonic", lambda: next(clock) * shares_take_s)
         return made, read
 
     return make

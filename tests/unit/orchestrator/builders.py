@@ -46,7 +46,7 @@ def sequence(
 
 def with_tokens(found: Sequence, token_ids: list[int], logprob: float = -0.5) -> Sequence:
     """The sequence with these tokens in place of what the policy said."""
-    said = Segment.policy(np.array(token_ids), np.full(len(token_ids), logprob), 0)
+    said = Segment.policy(token_ids, [logprob] * len(token_ids), 0)
     return replace(found, segments=(*found.segments[:-1], said))
 
 

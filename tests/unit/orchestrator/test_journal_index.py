@@ -458,3 +458,47 @@ async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp
         patch.setattr("services.orchestrator.journal.catching_up.sizes_in", lambda directory: sizes)
         assert kept(tmp_path) == list(range(0, COUNT, 2))
     assert kept(tmp_path) == list(range(0, COUNT, 2))
+
+
+def record(number: int = 900, time: float = 1.0, key: str = "forged", line: bytes = b'{"n":900}\n') -> bytes:
+    payload = Packer().pack(line)
+    return write_header(number, time, key, payload) + payload
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        record(number=2**64 - 1),
+        record(number=2**63),
+        record(number=0),
+        record(time=float("nan")),
+        record(line=b"[1]\n"),
+        record(line=b"no json\n"),
+        record(line=b'{"n":901}\n')[:-3],
+    ],
+    ids=["largest number", "number beyond SQLite", "number 0", "no time", "a list", "no JSON", "torn"],
+)
+async def test_a_record_that_no_journal_writes_stops_no_start(tmp_path: Path, forged: bytes) -> None:
+    """Its hashes are right: somebody has made it."""
+    await write(tmp_path, 0, 6)
+    path = segment_path(tmp_path, "things", 1)
+    path.write_bytes(path.read_bytes() + forged)
+    (tmp_path / INDEX_FILE).unlink()
+    await write(tmp_path, 6, 2)
+    assert kept(tmp_path) == list(range(8))
+    with closing(JournalReader(tmp_path)) as reader:
+        for row in reader.rows():
+            reader.load(row)
+        assert [span.kind for span in reader.damage()] == ["things"]
+
+
+async def test_files_that_are_no_segments_are_left_alone(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 6)
+    names = ("things-99999999999999999999.jsonl.zst", "things-1.jsonl.zst", "Things-000001.jsonl.zst", "notes.txt")
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+    (tmp_path / INDEX_FILE).unlink()
+    (tmp_path / INDEX_FILE).mkdir()  # not even this stops a start
+    await write(tmp_path, 6, 2)
+    assert kept(tmp_path) == list(range(8))
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in names)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from services.common.checkpoints.gauges import CheckpointGauge
+from services.orchestrator.progress import progress
 from services.orchestrator.trainers import TrainerLeases
+from tests.unit.orchestrator.world import World
 
 
 def leases() -> TrainerLeases:
@@ -37,3 +41,15 @@ def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> Non
     trainers = leases()
     trainers.join("p", "a", 1, 6, {}, kept_checkpoint_steps=(4, 6))
     assert trainers.join("p", "b", 1, 0, {}).oldest_checkpoint_step == 0
+
+
+async def test_damaged_and_failed_checkpoints_are_among_the_counters_of_the_run(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.ring).counters.keys()
+    world.ring.trainers.join("model0", "t", 1, 0, {})
+    world.ring.trainers.report(
+        "model0", "t", training_step=1, state="training", checkpoint_step=0,
+        gauges={CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0},
+    )  # fmt: skip
+    assert progress(world.ring).counters[CheckpointGauge.DAMAGED] == 2
+    assert CheckpointGauge.FAILED not in progress(world.ring).counters

@@ -4,7 +4,7 @@ import pytest
 
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError
 from services.orchestrator.commands import CancelGroup
-from services.orchestrator.pool import Held, Hello, ReplicaPool
+from services.orchestrator.pool import REJOIN_S, Held, Hello, ReplicaPool
 
 
 class Clock:
@@ -40,6 +40,58 @@ def test_a_reconnect_within_the_lease_keeps_its_work() -> None:
     assert pool.join(hello()) is replica
     assert replica.assignments["g"].open_slots == {0, 1}
     assert orphans == []
+
+
+def test_what_a_replica_played_whose_stream_broke_is_given_away_once_it_has_been_silent() -> None:
+    pool, clock, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0, 1], {})
+    assert replica.mailbox is not None
+    clock.now = 10.0
+    pool.stream_ended(replica, replica.mailbox)
+    clock.now = 10.0 + REJOIN_S - 0.1
+    assert pool.give_away() == [] and orphans == []
+    clock.now = 10.0 + REJOIN_S
+    assert pool.give_away() == [replica] and orphans == ["g"]
+    assert pool.owner("g") is None and not replica.assignments
+    assert pool.give_away() == [], "once"
+    other = pool.join(hello("b"))
+    pool.assign(other, "g", [0, 1], {})
+    assert pool.join(hello()) is replica, "its lease goes on"
+    assert orphans == ["g"]
+
+
+def test_a_replica_that_reports_or_rejoins_after_its_stream_broke_keeps_its_work() -> None:
+    for heard in (report, lambda pool: pool.join(hello())):
+        pool, clock, orphans = pool_with_orphans()
+        replica = pool.join(hello())
+        pool.assign(replica, "g", [0, 1], {})
+        assert replica.mailbox is not None
+        pool.stream_ended(replica, replica.mailbox)
+        clock.now = 2.0
+        heard(pool)
+        clock.now = 20.0
+        assert pool.give_away() == [] and orphans == []
+        assert replica.assignments["g"].open_slots == {0, 1}
+
+
+def test_one_that_is_expected_after_a_restart_has_a_whole_lease_to_come_back() -> None:
+    pool, clock, orphans = pool_with_orphans()
+    replica = pool.expect("a", "1")
+    pool.assign(replica, "g", [0, 1], {})
+    clock.now = 29.0
+    assert pool.give_away() == [] and orphans == []
+
+
+def test_time_in_which_the_orchestrator_stood_still_is_no_silence() -> None:
+    pool, clock, orphans = pool_with_orphans()
+    replica = pool.join(hello())
+    pool.assign(replica, "g", [0, 1], {})
+    assert replica.mailbox is not None
+    pool.stream_ended(replica, replica.mailbox)
+    clock.now = 60.0
+    pool.prolong(60.0)
+    assert pool.give_away() == [] and orphans == []
 
 
 def test_a_lost_lease_orphans_its_task_groups_and_later_reports_are_refused() -> None:

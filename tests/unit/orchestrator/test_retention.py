@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import BatchLostError
 from services.orchestrator.journal import compaction, records, rollouts
 from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.journal.segments import segment_path
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.damage import loaded, rows
+from tests.unit.orchestrator.world import World
 
 Open = Callable[..., Journal]
 
@@ -191,6 +195,17 @@ async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: 
     assert path.read_bytes() == bytes(data)
 
 
+async def test_the_torn_end_of_a_segment_does_not_keep_it(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    path = segment_path(tmp_path, records.TRAJECTORY, 1)
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:60])  # a process died while writing
+    journal = open_journal()
+    await store(journal, "new")
+    assert collect(journal, {}, NEEDED).rewritten
+    assert left(tmp_path) == ["g3", "g7", "new"]
+    assert facts(tmp_path) == ([], [])
+
+
 async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, tmp_path: Path) -> None:
     for number in range(3):
         journal = open_journal()
@@ -210,3 +225,40 @@ async def test_other_kinds_are_never_collected(open_journal: Open, tmp_path: Pat
             await journal.append(kind, f"x/{number}", lambda number=number: {"n": number})
     found = collect(journal, {}, ())
     assert not found.removed and not found.rewritten
+
+
+async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.steps = 6
+    await world.crash()
+    world.journal._segment_bytes = 1  # a record a segment
+    await world.publish(0)
+    world.train()
+    for step in range(1, 5):
+        for order in await world.orders(world.join(number=step - 1)):
+            await world.play(order, version=step - 1)
+        await world.trainer_side.pull_batch("model0", step, 5.0)
+        await world.publish(step)
+    watch = Watch(world.ring)
+    await watch.tick()  # no trainer has joined: nobody knows what is needed
+    every = rows(world.run_dir, records.TRAJECTORY)
+    world.trainer_side.join("model0", "t", 1, 4, {}, kept_checkpoint_steps=[2, 4])
+    world.clock.now += 10.0
+    await watch.tick()
+    kept = {row.key for row in rows(world.run_dir, records.TRAJECTORY)}
+    assert 0 < len(kept) < len(every)
+    named = {
+        step: {
+            e["sequence_id"].rpartition("/")[0]
+            for e in loaded(world.run_dir, records.BATCH, f"model0/{step}")[0]["sequences"]
+        }
+        for step in range(1, 5)
+    }
+    assert named[3] | named[4] <= kept and not named[1] & kept
+    assert world.ring.disk is not None and world.ring.disk.run_bytes > 0
+    await world.crash()
+    assert len(world.ring.aside) == 0
+    for step in (3, 4):  # a trainer that falls back to the oldest checkpoint
+        assert len((await world.trainer_side.pull_batch("model0", step, 5.0)).record.entries) == len(named[step])
+    with pytest.raises(BatchLostError):
+        await world.trainer_side.pull_batch("model0", 1, 5.0)

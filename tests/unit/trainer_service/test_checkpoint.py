@@ -190,3 +190,19 @@ def test_weights_of_another_type_are_another_model(tmp_path: Path) -> None:
     open_in(tmp_path).save(1, step.model, step.optimizer)
     with pytest.raises(ModelMismatchError, match=r"is float32 \[.*\] there and bfloat16"):
         open_in(tmp_path).load(1, other.model, other.optimizer)
+
+
+def test_weights_that_do_not_lie_in_order_in_memory_come_back(tmp_path: Path) -> None:
+    """They go through a copy, as those of a GPU do."""
+    step, other = make_step(), make_step(seed=2)
+    for each in (step, other):
+        for parameter in each.model.parameters():
+            if parameter.ndim == 2:
+                parameter.data = parameter.data.t().contiguous().t()
+    step.run(batch_of(1))
+    open_in(tmp_path).save(1, step.model, step.optimizer)
+    open_in(tmp_path).load(1, other.model, other.optimizer)
+    assert_same(weights(step), weights(other))
+    for one, two in zip(step.model.parameters(), other.model.parameters(), strict=True):
+        for kind, moment in step.optimizer.adamw.state[one].items():
+            assert torch.equal(moment, other.optimizer.adamw.state[two][kind]), kind

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.checkpoints.export import NOTE, export_checkpoint
 from services.common.checkpoints.manifest import MANIFEST, digest_of
+from services.common.config.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.models import load_tokenizer
 from services.trainer.checkpoint import Checkpoints
@@ -22,7 +23,7 @@ from services.trainer.model import load_policy_model
 from services.trainer.optimizer import PolicyOptimizer
 from services.trainer.sharding import Ranks
 from tests.unit.trainer_service.building import save_model
-from tests.unit.trainer_service.test_checkpoint import IDENTITY, OptimizerConfig
+from tests.unit.trainer_service.test_checkpoint import IDENTITY
 
 RANKS = Ranks.single()
 

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from services.common.checkpoints.directory import REASON, set_aside_before
+from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.checkpoints.manifest import MANIFEST, _digest
 from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
 from services.common.types import RankBatch
@@ -20,7 +21,8 @@ from services.trainer.checkpoint import CheckpointIdentity, Checkpoints, Damaged
 from services.trainer.loop import CannotReplayError
 from services.trainer.sharding import Ranks
 from services.trainer.step import TrainStep
-from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, batch_of, make_step, open_in, weights
+from tests.unit.trainer_service.building import batch_of
+from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
 from tests.unit.trainer_service.test_loop import STEPS, FakeLink, Trainer
 
 FILES = ("manifest.json", "weights_00000.safetensors", "optimizer_00000.safetensors", "model/config.json")
@@ -111,7 +113,8 @@ def test_a_missing_or_longer_or_replaced_file_leads_to_the_checkpoint_before(
         path.unlink()
         path.mkdir()
 
-    for number, harm in enumerate((Path.unlink, longer, linked, piped, directory)):
+    harms: tuple[Callable[[Path], None], ...] = (lambda path: path.unlink(), longer, linked, piped, directory)
+    for number, harm in enumerate(harms):
         copied = Path(shutil.copytree(saved[0], tmp_path / str(number)))
         harm(copied / "step_000002" / file)
         assert_falls_back(copied, saved[1], file)
@@ -192,8 +195,8 @@ def test_of_several_damaged_ones_the_newest_whole_one_is_taken(copied: Path) -> 
 
 
 def test_without_a_whole_one_the_initial_model_is_left_as_it_was(copied: Path) -> None:
-    for step in (1, 2):
-        (copied / f"step_00000{step}" / "optimizer_00000.safetensors").write_bytes(b"")
+    for number in (1, 2):
+        (copied / f"step_00000{number}" / "optimizer_00000.safetensors").write_bytes(b"")
     begun, step, damaged = restored(copied)
     assert begun == 0 and len(damaged) == 2
     assert_same(weights(step), weights(make_step(seed=7)))
@@ -269,7 +272,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(tmp
     assert Trainer(tmp_path / "run", second).live() == STEPS
     assert second.pulls == [3, 4, 5]
     assert second.ledger == undisturbed.ledger
-    assert second.gauges["damaged_checkpoints"] == 1
+    assert second.gauges[CheckpointGauge.DAMAGED] == 1
     assert second.kept == [[2], [2, 5]]
 
 

@@ -107,6 +107,23 @@ class _Objects:
     def get(self, number: int) -> Any:
         return self._objects[number]
 
+    def named(self, value: Any) -> str:
+        """The rest of its tree: its number, and what its type can do."""
+        kind = type(value)
+        methods = {name for base in kind.__mro__ for name, method in vars(base).items() if method is not None}
+        has = [feature for feature, method in _FEATURES.items() if method in methods]
+        if "iter" not in has and "getitem" in has:  # an old-style sequence
+            has.append("iter")
+        return ",".join([str(self.number(value)), *(f'"{feature}"' for feature in has)])
+
+
+_FEATURES = {
+    "call": "__call__", "iter": "__iter__", "next": "__next__", "len": "__len__", "getitem": "__getitem__",
+    "setitem": "__setitem__", "delitem": "__delitem__", "contains": "__contains__", "reversed": "__reversed__",
+    "number": "__add__", "lt": "__lt__", "enter": "__enter__", "await": "__await__", "int": "__int__", "float": "__float__",
+    "index": "__index__",
+}  # fmt: skip
+
 
 def serve(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
     """Load the program and answer calls until ``ask_fd`` ends. First frame: {"prelude": bool}."""
@@ -135,7 +152,7 @@ def _answer(module: types.ModuleType, objects: _Objects, call: dict[str, Any]) -
         if "special" in call:
             return _answer_special(target, call, objects)
         if "find" in call:
-            return f'{{"value":["h",{objects.number(target)}]}}'
+            return f'{{"value":["h",{objects.named(target)}]}}'
         if "attribute" in call:
             target = getattr(target, call["attribute"])
         changed = ""
@@ -145,15 +162,25 @@ def _answer(module: types.ModuleType, objects: _Objects, call: dict[str, Any]) -
             target = target(*args, **kwargs)
             changed = _changed(call, [*args, *kwargs.values()], objects)
         sys.setrecursionlimit(_RECURSION_FOR_ENCODING)
-        return f'{{"value":{plain.encode(target, objects.number)}{changed}}}'
+        return f'{{"value":{plain.encode(target, objects.named)}{changed}}}'
     except Exception as error:  # noqa: BLE001 - tests may expect it
         program.report(error, -1)
         names = [base.__name__ for base in type(error).__mro__ if base in _BUILTIN_ERRORS]
-        return f'{{"error":{plain.encode(names)},"message":{plain.encode(_text(error))}}}'
+        return f'{{"error":{plain.encode(names)},"message":{plain.encode(_text(error))}{_arguments(error)}}}'
 
 
 # Those that a program may raise and a test may expect; a class of the same name is another.
 _BUILTIN_ERRORS = frozenset(kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception))  # fmt: skip
+
+
+def _arguments(error: Exception) -> str:
+    """What a built-in exception was made of, as a part of the reply."""
+    if type(error) not in _BUILTIN_ERRORS:
+        return ""
+    try:
+        return f',"args":{plain.encode(error.args)}'
+    except plain.TooLargeError:
+        return ""
 
 
 def _text(error: Exception) -> str:
@@ -171,7 +198,7 @@ def _changed(call: dict[str, Any], values: list[Any], objects: _Objects) -> str:
     found = []
     for index, (tree, value) in enumerate(zip(before, values, strict=True)):
         if isinstance(tree, list) and tree[0] in _MUTABLE:
-            after = plain.encode(value, objects.number)
+            after = plain.encode(value, objects.named)
             if plain.parse(after) != tree:
                 found.append(f"[{index},{after}]")
     return f',"changed":[{",".join(found)}]' if found else ""
@@ -192,8 +219,8 @@ def _answer_special(target: Any, call: dict[str, Any], objects: _Objects) -> str
         value = _SPECIAL[call["special"]](target, *args)
     sys.setrecursionlimit(_RECURSION_FOR_ENCODING)
     if call["special"] in ("iter", "reversed"):
-        return f'{{"value":["h",{objects.number(value)}]}}'
-    return f'{{"value":{plain.encode(value, objects.number)}}}'
+        return f'{{"value":["h",{objects.named(value)}]}}'
+    return f'{{"value":{plain.encode(value, objects.named)}}}'
 
 
 def _state(value: Any) -> tuple[str, Any]:
@@ -209,12 +236,22 @@ def _state(value: Any) -> tuple[str, Any]:
     return kind.__qualname__, state | (vars(value) if has_dict else {}) if has_dict or slots else None
 
 
+def _run(awaitable: Any) -> Any:
+    """What the tests await, in a loop of the program's."""
+    import asyncio
+
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())
+
+
 _SPECIAL: dict[str, Any] = {
     name: getattr(operator, name if name not in ("and", "or") else f"{name}_")
     for name in ("index", "abs", "neg", "getitem", "setitem", "delitem", "add", "sub", "mul", "truediv", "floordiv", "mod",
                  "pow", "matmul", "and", "or", "xor", "lt", "le", "gt", "ge")
 } | {
     "len": len, "str": str, "repr": repr, "int": int, "float": float, "bool": bool, "iter": iter, "reversed": reversed,
-    "isinstance": isinstance, "state": _state,
+    "isinstance": isinstance, "state": _state, "run": _run,
     "enter": lambda value: type(value).__enter__(value), "exit": lambda value, *args: type(value).__exit__(value, *args),
 }  # fmt: skip

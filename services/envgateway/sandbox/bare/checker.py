@@ -22,9 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 from . import cases, prelude, program
-from .remote import CallFailedError, Link, Remote, UnsendableError
+from .remote import CallFailedError, Link, UnsendableError, named
 
 _TESTS = "<tests>"
+_FUTURE_FLAGS = 0x1FE0000  # CO_FUTURE_*: each statement is compiled by itself, under the imports of the whole
 
 
 def run(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
@@ -58,8 +59,10 @@ def _run_all(request: dict[str, Any], link: Link) -> int:
     """Tell every case; how many there are."""
     namespace = _namespace(request, link)
     index = 0
-    for statement in cases.statements(ast.parse(request["tests"]), request["aliases"]):
-        for run in _runs(statement, namespace):
+    tree = ast.parse(request["tests"])
+    flags = compile(request["tests"], _TESTS, "exec", dont_inherit=True).co_flags & _FUTURE_FLAGS
+    for statement in cases.statements(tree, request["aliases"]):
+        for run in _runs(statement, namespace, flags):
             link.raised, link.ever_raised = [], []
             outcome = _outcome(run, link)
             if link.unusable:
@@ -87,15 +90,15 @@ def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever a row's code raises: the program has no part in it
         raise _UnusableError(f"the preamble does not run: {_told(error)}") from None
     for name in request["remote"]:
-        namespace[name] = Remote(link, {"name": name})
+        namespace[name] = named(link, name)
     for name in request["aliases"]:
-        namespace[name] = Remote(link, {"name": request["entry_point"]})
+        namespace[name] = named(link, request["entry_point"])
     if "unittest" in request["tests"]:
         _announce_asserted_raises(link)
     return namespace
 
 
-def _runs(statement: cases.Statement, namespace: dict[str, Any]) -> list[Callable[[], object]]:
+def _runs(statement: cases.Statement, namespace: dict[str, Any], flags: int) -> list[Callable[[], object]]:
     """What to execute for a statement: itself, a test function, or each test of a class."""
     if statement.function:
         return [lambda: namespace[statement.function]()]
@@ -105,7 +108,7 @@ def _runs(statement: cases.Statement, namespace: dict[str, Any]) -> list[Callabl
         suite = unittest.defaultTestLoader.loadTestsFromTestCase(namespace[statement.test_case])
         return [lambda test=test: _run_unittest(test) for test in suite]  # type: ignore[misc]
     tree = cases.announce_handlers(ast.Module([statement.node], []))
-    code = compile(tree, _TESTS, "exec", dont_inherit=True)
+    code = compile(tree, _TESTS, "exec", flags, dont_inherit=True)
     return [lambda: exec(code, namespace)]
 
 

@@ -10,7 +10,8 @@
     ["n", "<f8", ["t", 2, 3], ...]                     array of numpy: type, shape, values in order
     ["N", "Point", ["t", "x"], ...]                    named tuple: type, fields, values
     ["F", 1, 3] ["D", "0.1"]                           Fraction; Decimal
-    ["h", 3]                                           an object that stays in its process, by number
+    ["h", 3, "call", ...]                              an object that stays in its process, by number, and what can be
+                                                       done with it
     ["o", "deque"]                                     anything else, by the name of its type: equal to nothing
 
 ``encode`` runs beside a stranger's code: it asks the real type of each object and calls the methods of the built-in
@@ -93,8 +94,8 @@ class TreeNode:
         self.right = right
 
 
-def encode(value: Any, handle: Callable[[Any], int] | None = None) -> str:
-    """The tree of a value as JSON text; ``handle`` numbers what is not plain data.
+def encode(value: Any, handle: Callable[[Any], str] | None = None) -> str:
+    """The tree of a value as JSON text; ``handle`` names what is not plain data, as the rest of its tree.
 
     Raises:
         TooLargeError: it has more than a million parts.
@@ -103,7 +104,7 @@ def encode(value: Any, handle: Callable[[Any], int] | None = None) -> str:
 
 
 class _Writer:
-    def __init__(self, handle: Callable[[Any], int] | None) -> None:
+    def __init__(self, handle: Callable[[Any], str] | None) -> None:
         self._handle = handle
         self._parts: list[str] = []
 
@@ -246,6 +247,12 @@ def _tree_values(root: Any) -> list[Any]:
     return values
 
 
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ: dict[str, Callable[[list[Any]], Any]] = {
     "i": lambda parts: int(parts[0], 16),
     "f": lambda parts: float.fromhex(parts[0]),
@@ -253,6 +260,14 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
     "b": lambda parts: bytes.fromhex(parts[0]),
     "o": lambda parts: Opaque(parts[0]),
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _named(name: str, fields: tuple[str, ...]) -> Any:
+    """One type for all named tuples of a name and fields."""
+    return namedtuple(name, fields)
+
+
 _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
@@ -270,12 +285,6 @@ _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
-
-
 def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
     import numpy
 
@@ -285,43 +294,7 @@ def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
     return made.reshape(shape)
 
 
-def change(old: Any, new: Any) -> None:
-    """Make ``old`` what ``new`` is, in place and part by part; what cannot change in place is left as it is."""
-    if isinstance(old, list) and isinstance(new, list):
-        for index, (mine, its) in enumerate(zip(old, new, strict=False)):
-            old[index] = _changed(mine, its)
-        old[len(new) :] = new[len(old) :]
-    elif isinstance(old, dict) and isinstance(new, dict):
-        values = {name: _changed(old[name], value) if name in old else value for name, value in new.items()}
-        old.clear()
-        old.update(values)
-    elif isinstance(old, set) and isinstance(new, (set, frozenset)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque) and isinstance(new, deque):
-        old.clear()
-        old.extend(new)
-    elif isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        for mine, its in zip(old, new, strict=True):
-            change(mine, its)
-    elif isinstance(old, ListNode) and isinstance(new, ListNode):
-        old.val, old.next = new.val, new.next
-    elif isinstance(old, TreeNode) and isinstance(new, TreeNode):
-        old.val, old.left, old.right = new.val, new.left, new.right
-    elif type(old).__module__ == "numpy" and type(new) is type(old) and getattr(old, "shape", None) == getattr(new, "shape", ()):  # fmt: skip
-        old[...] = new
-
-
-def _changed(old: Any, new: Any) -> Any:
-    """The old object in its new state where it can have it, else the new one."""
-    mutable = (list, dict, set, deque, ListNode, TreeNode)
-    if type(old) is type(new) and isinstance(old, mutable):
-        change(old, new)
-        return old
-    return new
-
-
-def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: bool = False) -> Any:
+def from_tree(tree: Any, resolve: Callable[..., Any] | None = None, nodes: bool = False) -> Any:
     """The value of a tree; ``resolve`` finds the object of a handle; ``nodes`` builds ListNode and TreeNode.
 
     Raises:
@@ -334,7 +307,7 @@ def from_tree(tree: Any, resolve: Callable[[int], Any] | None = None, nodes: boo
         if tag in _READ:
             return _READ[tag](parts)
         if tag == "h" and resolve is not None:
-            return resolve(parts[0])
+            return resolve(*parts)
         values = [from_tree(part, resolve, nodes) for part in parts]
         if nodes and tag == "L":
             return build_list(values)

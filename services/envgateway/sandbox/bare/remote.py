@@ -9,12 +9,15 @@ what the library or the interpreter swallows, the case still fails by.
 
 from __future__ import annotations
 
+import _thread
 import builtins
+import functools
 import json
 import sys
+from collections import deque
 from typing import Any
 
-from . import plain
+from . import changes, plain
 from .calls import read_frame, write_frame
 
 # What ends an iteration silently, wherever it is raised; groups, which cannot be made of a message alone.
@@ -36,12 +39,16 @@ class Link:
     def __init__(self, ask_fd: int, answer_fd: int) -> None:
         self._ask = ask_fd
         self._answer = answer_fd
+        self._turn = _thread.allocate_lock()  # tests may have threads
         self.num_calls = 0
         self.raised: list[BaseException] = []  # and no handler of the tests has had
         self.ever_raised: list[BaseException] = []
         self.unusable = ""  # why the tests cannot judge, where a call of theirs has shown it
         self.keeps_arguments = False  # what the program does to its arguments is not shown to the tests
         self.changed_arguments = False  # a call that returned a value has changed its arguments
+
+    def __deepcopy__(self, memo: Any) -> Link:
+        return self
 
     def tell(self, message: dict[str, Any]) -> None:
         write_frame(self._answer, json.dumps(message))
@@ -70,8 +77,9 @@ class Link:
 
     def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         self.num_calls += 1
-        self.tell({"call": message})
-        frame = read_frame(self._ask)
+        with self._turn:
+            self.tell({"call": message})
+            frame = read_frame(self._ask)
         if frame is None:
             raise CallFailedError("nobody answers")
         if frame[:1] != b"R":
@@ -98,7 +106,10 @@ class Link:
         raise error
 
     def _read(self, tree: Any) -> Any:
-        return plain.from_tree(tree, lambda number: Remote(self, {"handle": number}), nodes=True)
+        return plain.from_tree(tree, self._object, nodes=True)
+
+    def _object(self, number: int, *features: str) -> Remote:
+        return _kind(frozenset(features))(self, {"handle": number})
 
     def _show_changes(self, reply: dict[str, Any], sent: list[Any]) -> None:
         """What the program has done to its arguments, done to those of the tests."""
@@ -108,7 +119,7 @@ class Link:
             return
         try:
             for index, tree in reply["changed"]:
-                plain.change(sent[index], self._read(tree))
+                changes.change(sent[index], self._read(tree))
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as broken:
             raise CallFailedError(f"no reply: {broken}") from None
 
@@ -122,18 +133,38 @@ def _exception(reply: dict[str, Any]) -> Exception:
         if issubclass(kind, _NEVER):
             return RuntimeError(f"the program raised {name}: {reply['message']}")
         try:
-            return kind(reply["message"])
+            return kind(*plain.from_tree(reply["args"])) if "args" in reply else kind(reply["message"])
         except TypeError:  # UnicodeDecodeError and its like want more than a message
             continue
     return RuntimeError(reply["message"])
 
 
+# What the values of replies are made of: only a program's answer can be one that is too deep to be written.
+_PLAIN = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    deque,
+    range,
+    plain.Opaque,
+    plain.Linked,
+    plain.Tree,
+    plain.ListNode,
+    plain.TreeNode,
+)
+_PLAIN_MODULES = ("numpy", "fractions", "decimal")
+
+
 def outgoing(value: Any, link: Link) -> Any:
     """The tree of an argument; objects of the program go back as their numbers."""
 
-    def number(remote: Any) -> int:
+    def number(remote: Any) -> str:
         if isinstance(remote, Remote):
-            return remote._number()
+            return str(remote._number())
+        if isinstance(remote, _PLAIN) or type(remote).__module__ in _PLAIN_MODULES:
+            raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)
 
@@ -141,14 +172,11 @@ def outgoing(value: Any, link: Link) -> Any:
 
 
 class Remote:
-    """A function or object of the program's process."""
+    """A function or object of the program's process: what can be done with any."""
 
     def __init__(self, link: Link, target: dict[str, Any]) -> None:
         self._link = link
         self._target = target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._link.call(self._target, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__" and "name" in self._target:
@@ -156,18 +184,11 @@ class Remote:
         if name.startswith("__") and name != "__name__":
             raise AttributeError(name)
         if "name" in self._target:
-            return Remote(self._link, {"name": f"{self._target['name']}.{name}"})
+            return named(self._link, f"{self._target['name']}.{name}")
         try:
             return self._link.ask({**self._target, "attribute": name})
         except AttributeError:
             self._link.caught()  # that something is not there is an answer, as ``hasattr`` takes it
-            raise
-
-    def __len__(self) -> int:
-        try:
-            return self._do("len")  # type: ignore[no-any-return]
-        except TypeError:
-            self._link.caught()  # has none: ``list`` asks every object, and goes on
             raise
 
     def _number(self) -> int:
@@ -187,6 +208,10 @@ class Remote:
         return name, state
 
     def __eq__(self, other: object) -> bool:
+        if "name" in self._target:  # perhaps a constant of the program
+            value = self._link.ask({"name": self._target["name"]})
+            if not isinstance(value, Remote):
+                return bool(value == other)
         if not isinstance(other, Remote):
             return False
         if self._number() == other._number():
@@ -196,6 +221,36 @@ class Remote:
 
     def __hash__(self) -> int:
         return hash(str(self._state()[0]))
+
+    def _ordered(self, what: str, other: Any) -> Any:
+        return self._do(what, other) is True if isinstance(other, Remote) else NotImplemented
+
+    def __bool__(self) -> bool:
+        return True if "name" in self._target else self._do("bool") is True
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and value._do("isinstance", self) is True
+
+
+def _asking(what: str) -> Any:
+    def method(self: Remote, *args: Any) -> Any:
+        return self._do(what, *args)
+
+    return method
+
+
+class _Able(Remote):
+    """Everything that an object may be able to do; ``_kind`` takes of it what one is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._link.call(self._target, args, kwargs)
+
+    def __len__(self) -> int:
+        try:
+            return self._do("len")  # type: ignore[no-any-return]
+        except TypeError:
+            self._link.caught()  # has none: ``list`` asks every object, and goes on
+            raise
 
     def __iter__(self) -> Any:
         return _Iterator(self._do("iter"))
@@ -212,11 +267,19 @@ class Remote:
     def __contains__(self, item: object) -> bool:
         return any(item is part or item == part for part in self)
 
-    def __bool__(self) -> bool:
-        return True if "name" in self._target else self._do("bool") is True
+    def __await__(self) -> Any:
+        return self._do("run")
+        yield
 
-    def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, Remote) and value._do("isinstance", self) is True
+    def send(self, value: Any) -> Any:
+        """A coroutine, as ``asyncio.run`` wants it: it runs in the program's own loop, and is done."""
+        raise StopIteration(self._do("run"))
+
+    def throw(self, *error: Any) -> Any:
+        raise error[0]
+
+    def close(self) -> None:
+        return
 
     def __lt__(self, other: Any) -> Any:
         return self._ordered("lt", other)
@@ -230,20 +293,32 @@ class Remote:
     def __ge__(self, other: Any) -> Any:
         return self._ordered("ge", other)
 
-    def _ordered(self, what: str, other: Any) -> Any:
-        return self._do(what, other) is True if isinstance(other, Remote) else NotImplemented
 
-
-def _asking(what: str) -> Any:
-    def method(self: Remote, *args: Any) -> Any:
-        return self._do(what, *args)
-
-    return method
-
-
-for _name in ("str", "repr", "int", "float", "index", "abs", "neg", "getitem", "setitem", "delitem", "add", "sub",
-              "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "enter", "exit"):  # fmt: skip
+for _name in ("int", "float", "index", "abs", "neg", "getitem", "setitem", "delitem", "add", "sub", "mul", "truediv",
+              "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "enter", "exit"):  # fmt: skip
+    setattr(_Able, f"__{_name}__", _asking(_name))
+for _name in ("str", "repr"):
     setattr(Remote, f"__{_name}__", _asking(_name))
+_METHODS = {
+    "call": ["__call__", "__instancecheck__"], "iter": ["__iter__", "__contains__"], "next": ["__next__"], "len": ["__len__"],
+    "getitem": ["__getitem__"], "setitem": ["__setitem__"], "delitem": ["__delitem__"], "reversed": ["__reversed__"],
+    "lt": ["__lt__", "__le__", "__gt__", "__ge__"], "enter": ["__enter__", "__exit__"], "int": ["__int__"],
+    "float": ["__float__"], "index": ["__index__"], "await": ["__await__", "send", "throw", "close"],
+    "number": ["__abs__", "__neg__", *(f"__{name}__" for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"))],
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _kind(features: frozenset[str]) -> type[Remote]:
+    """The class of objects that can do these things, so that ``callable`` and ``isinstance`` tell the truth."""
+    names = [name for feature in sorted(features & _METHODS.keys()) for name in _METHODS[feature]]
+    return type("Remote", (Remote,), {name: vars(_Able)[name] for name in names if name in vars(_Able)})
+
+
+def named(link: Link, name: str) -> Remote:
+    """A name of the program: nobody knows yet what it is."""
+    return _Able(link, {"name": name})
 
 
 class _Iterator:

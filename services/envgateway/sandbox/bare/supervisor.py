@@ -48,8 +48,9 @@ class Supervisor:
         self._tier = tier
         self._places = places
         self._slots = places.slots
-        for slot in self._slots if memory is not None else []:
-            slot.memory = memory.slots[slot.index]
+        if memory is not None:
+            for slot in self._slots:
+                slot.memory = memory.slots[slot.index]
         self._line = Line(places.num(PROGRAM))
         self._runs: dict[int, Run] = {}
         self._cleaning: dict[int, Run] = {}

@@ -24,6 +24,9 @@ _PASSED_ON = AssertTests(
     tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate([candidate(n)]) == 5\n",
     entry_point="f",
 )
+_FED_BACK = AssertTests(
+    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate(candidate(n)) == 5\n", entry_point="f"
+)
 _CALL = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected=5),))
 
 _IN_THE_CHANNEL = {
@@ -48,14 +51,29 @@ _IN_THE_CHANNEL = {
 }  # fmt: skip
 
 
+# answers that the tests hand to the program again
+_FED = {
+    "depth": "def f(n):\n    v = []\n    for _ in range(450): v = [v]\n    return v\n",
+    "depth-in-dicts": "def f(n):\n    v = 1\n    for _ in range(199): v = {1: v}\n    return v\n",
+    "a-cycle": "def f(n):\n    v = []\n    v.append(v)\n    return v\n",
+    "no-data": "def f(n):\n    t = b'{\"value\":[\"o\",\"x\"]}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+    "a-chain": "class ListNode:\n    val = 1\ndef f(n):\n    v = ListNode()\n    v.next = v\n    return v\n",
+    "a-handle": "def f(n):\n    t = b'{\"value\":[\"h\",99]}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+    "a-handle-of-text": "def f(n):\n    t = b'{\"value\":[\"h\",\"x\"]}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+    "changes": "def f(n):\n    t = b'{\"value\":1,\"changed\":[[0,[\"o\",\"x\"]],[7,1]]}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+    "an-odd-error": "def f(n):\n    t = b'{\"error\":[\"l\",\"OSError\"],\"message\":[1,{}]}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+    "an-exit": "def f(n):\n    t = b'{\"error\":[\"l\",\"SystemExit\",\"KeyboardInterrupt\"],\"message\":\"\"}'\n    os.write(6, struct.pack('!I', len(t)) + t)\n    return 1\n",
+}  # fmt: skip
+
+
 def _in_the_channel(name: str, code: str) -> list[Bad]:
     function = f"import os, struct, time\ndef f(n):\n    {code}\n    return 6\n"
     at_once = f"import os, struct, time\n{code}\ndef f(n):\n    return 6\n"
-    limits = {"wall_s": 0.5} if name in ("half-and-sleep", "stopped", "swallows", "daemon") else {"wall_s": 2.0}
+    wall_s = 0.5 if name in ("half-and-sleep", "stopped", "swallows", "daemon") else 2.0
     return [
-        bad(54, f"tests-{name}", function, *_NOT_RIGHT, tests=_LOOP, **limits),
-        bad(54, f"tests-at-once-{name}", at_once, *_NOT_RIGHT, tests=_LOOP, **limits),
-        bad(54, f"call-{name}", function, *_NOT_RIGHT, tests=_CALL, **limits),
+        bad(54, f"tests-{name}", function, *_NOT_RIGHT, tests=_LOOP, wall_s=wall_s),
+        bad(54, f"tests-at-once-{name}", at_once, *_NOT_RIGHT, tests=_LOOP, wall_s=wall_s),
+        bad(54, f"call-{name}", function, *_NOT_RIGHT, tests=_CALL, wall_s=wall_s),
     ]
 
 
@@ -228,6 +246,8 @@ CASES: list[Bad] = [
     bad(54, "tests-hands-back-too-much", "def f(n):\n    return 'x' * 6_000_000 if n == 3 else [n, n]\n",
         *_NOT_RIGHT, tests=_PASSED_ON),
     bad(54, "tests-hands-back-much-in-small-parts", "def f(n):\n    return [[]] * 900_000\n", *_NOT_RIGHT, tests=_PASSED_ON),
+    *(bad(54, f"tests-feeds-back-{name}", f"import os, struct\n{code}", *_NOT_RIGHT, tests=tests)
+      for name, code in _FED.items() for tests in (_FED_BACK, _PASSED_ON)),
     bad(54, "tests-stdin", "import os\nos.write(6, b'xx')\n", *ABOUT_THE_PROGRAM, tests=StdinTests(cases=(StdinCase(),))),
     *(_signals(name, code) for name, code in _SIGNALS.items()),
     *(_memory(name, code) for name, code in _MEMORY.items()),

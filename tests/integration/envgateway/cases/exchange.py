@@ -33,6 +33,14 @@ _EXPECTS = AssertTests(
 )
 _LIST = AssertTests(tests="for n in [1]:\n    assert list(candidate(n)) == []", entry_point="f")
 
+_COPY = AssertTests(
+    tests="import copy\nasked = copy.deepcopy(candidate)\n"
+    + _SEQUENCE.tests.replace("candidate(i)", "asked(i)")
+    + " and candidate",
+    entry_point="f",
+)
+_FORGED = "import os, struct\ndef f(n):\n    reply = b'REPLY'\n    os.write(6, struct.pack('!I', len(reply)) + reply)\n    return 1"
+
 _EXCEPTIONS = [
     bad(60, f"{name}-{shape}", f"def f(n): raise {raised}", RE, WA, tests=tests)
     for name, raised in {
@@ -53,6 +61,11 @@ _EXCEPTIONS = [
     bad(60, "expected-error-by-exit", "def f(n): raise SystemExit(0)", WA, tests=_EXPECTS),
     bad(60, "iterator-raises", "class It:\n    def __iter__(self): return self\n    def __next__(self): raise KeyError('x')\ndef f(n): return It()", RE, tests=_LIST),
     bad(60, "len-raises-StopIteration", "class It:\n    def __len__(self): raise StopIteration\n    def __iter__(self): raise StopIteration\ndef f(n): return It()", RE, tests=_LIST),
+    bad(60, "IndexError-by-a-copy", "def f(n): raise IndexError", RE, tests=_COPY),
+    bad(60, "forged-StopIteration", _FORGED.replace("REPLY", '{"error":["x","StopIteration"],"message":""}'), RE, WA, tests=_ALL),
+    bad(60, "forged-end", _FORGED.replace("REPLY", '{"ended":true}'), WA, RE, tests=_ALL),
+    bad(60, "RecursionError", "def f(n): return f(n + 1)", RE, tests=_ALL),
+    bad(60, "warning-as-error", "import warnings\nwarnings.simplefilter('error')\ndef f(n): warnings.warn('x')", RE, tests=_ALL),
     bad(60, "str-of-the-error-raises", "class E(Exception):\n    def __str__(self): raise StopIteration\ndef f(n): raise E", RE, tests=_ALL),
 ]  # fmt: skip
 
@@ -94,6 +107,8 @@ _LIARS = [
         ("contains", f"assert {SECRET} in candidate(3)"),
         ("is-contained", f"assert candidate(3) in [{SECRET}]"),
         ("as-a-key", f"assert {{{SECRET}: 1}}.get(candidate(3)) == 1"),
+        ("callable", "assert callable(candidate(3)) or False"),
+        ("iterable", "from collections.abc import Mapping\nassert isinstance(candidate(3), (Mapping, int, str))"),
         ("not-unequal", f"assert not (candidate(3) != {SECRET})"),
     )
 ]

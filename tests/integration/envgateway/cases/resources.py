@@ -31,8 +31,8 @@ CASES: list[Bad] = [
     bad(2, "memory-error-uncaught", "x = bytearray(1 << 40)", ML),
     bad(3, "memory-bomb-in-children", f"import os, time\nfor _ in range(6):\n  if os.fork() == 0:\n"
         f"    x = bytearray(b'1' * {_PER_CHILD}); time.sleep(2); os._exit(0)\ntime.sleep(2)", ML),
-    bad(4, "memory-never-touched", "import mmap\nm = mmap.mmap(-1, 400 << 20)\nn = mmap.mmap(-1, 400 << 20)\nprint('ok')", OK,
-        expected="ok"),
+    bad(4, "memory-never-touched", "import mmap\nprivate = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS\n"
+        "m = mmap.mmap(-1, 400 << 20, private)\nn = mmap.mmap(-1, 400 << 20, private)\nprint('ok')", OK, expected="ok"),
     bad(5, "endless-stdout", _FLOOD + "os.write(1, data)", OL, check=_capped),
     bad(6, "endless-stderr", _FLOOD + "os.write(2, data)", OL, check=_capped),
     bad(6, "endless-both", _FLOOD + "os.write(1, data); os.write(2, data)", OL, check=_capped),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     return list(zip([0, *places], [*places, size], strict=True))
 
 
+def halves(held: memoryview) -> list[memoryview]:
+    return [held[:3], held[3:]]
+
+
 def write(directory: Path, whole: Whole, by_rank: dict[str, list[tuple[int, int]]]) -> Manifest:
     files = []
     for rank in range(max((len(ranges) for ranges in by_rank.values()), default=0)):
@@ -48,7 +53,7 @@ def write(directory: Path, whole: Whole, by_rank: dict[str, list[tuple[int, int]
                 pieces.append(
                     Piece(
                         tensor=name, dtype=tensor.dtype, shape=(end - first,), first=first, count=end - first,
-                        data=lambda held=held: [held[:3], held[3:]],
+                        data=partial(halves, held),
                     )
                 )  # fmt: skip
         name = f"weights_{rank:05d}.safetensors"
@@ -115,7 +120,7 @@ def test_bytes_that_are_no_manifest_are_refused_in_words(noise: bytes) -> None:
 def test_the_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32)
     piece = Piece(
-        tensor="w", dtype="float32", shape=(2, 3), first=0, count=6, data=lambda: [memoryview(values.view(np.uint8))]
+        tensor="w", dtype="float32", shape=(2, 3), first=0, count=6, data=lambda: [values.view(np.uint8).data]
     )
     odd = Piece(tensor="b", dtype="uint8", shape=(3,), first=0, count=3, data=lambda: [memoryview(b"abc")])
     write_safetensors(tmp_path / "f.safetensors", "f.safetensors", [odd, piece], {"format": "pt", "run_id": "r"})

@@ -1,0 +1,70 @@
+"""Leases run by a clock that does not jump: an hour forward or back of the wall clock of a real process ends none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks._chaos_hooks import CLOCKS
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from tests.integration.orchestrator.conftest import Orchestrator
+
+pytestmark = pytest.mark.slow
+
+
+class WithHooks(Orchestrator):
+    """An orchestrator whose ``time.time`` can be set wrong."""
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks._chaos_hooks",
+            "services.orchestrator",
+            "--run-dir",
+            str(self.run_dir),
+        ]
+        with (self.run_dir / "stderr.txt").open("ab") as log:
+            return subprocess.Popen(
+                command, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1", CLOCKS: str(self.run_dir.parent)}
+            )
+
+    def jump(self, seconds: float) -> None:
+        assert self.process is not None
+        (self.run_dir.parent / str(self.process.pid)).write_text(str(seconds))
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+async def test_a_jump_of_the_wall_clock_ends_no_lease_and_the_run_goes_on(tmp_path: Path, seconds: float) -> None:
+    orchestrator = WithHooks(tmp_path / "run", run__steps=100, evaluation__at_start=False, evaluation__at_end=False)
+    peers: list[ScriptedReplica | ScriptedTrainer] = []
+    try:
+        await orchestrator.start()
+        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
+        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
+        peers += [replica, trainer]
+        replica.start()
+        async with asyncio.timeout(60):
+            await trainer.run(3)
+            before = await orchestrator.progress()
+            orchestrator.jump(seconds)
+            training = asyncio.ensure_future(trainer.train(range(4, 41)))
+            # The jump has been seen, and more than a lease (2 s) has passed since.
+            seen = await orchestrator.until(lambda now: abs(now.at.seconds - before.at.seconds) > 3000)
+            await asyncio.sleep(2.5)
+            after = await orchestrator.until(
+                lambda now: now.policies[0].version > seen.policies[0].version or training.done()
+            )
+            training.cancel()
+        assert [found.replica_id for found in after.replicas] == ["a"]
+        assert after.counters.get("replica_leases_lost", 0) == after.counters.get("trainer_leases_lost", 0) == 0
+        assert after.policies[0].version > before.policies[0].version
+    finally:
+        for peer in peers:
+            await peer.close()
+        orchestrator.close()

@@ -1,0 +1,103 @@
+"""The real orchestrator, killed with -9 and started on a journal of which records are damaged or gone: it says so, and trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from services.common.fates import SetAsideReason
+from services.orchestrator.journal import records
+from services.orchestrator.journal.index import INDEX_FILE, remove_index
+from tests.integration.orchestrator.conftest import Orchestrator
+from tests.unit.orchestrator.damage import flip, loaded, rows
+
+Make = Callable[..., Orchestrator]
+Peers = list[ScriptedReplica | ScriptedTrainer]
+
+STEPS = 40
+KINDS = (
+    records.TRAJECTORY,
+    records.GROUP,
+    records.VERDICT,
+    records.CLOSED,
+    records.STATE,
+    records.VERSION,
+    records.BATCH,
+)
+
+
+def spoil(run_dir: Path, kind: str, rng: random.Random) -> None:
+    """Damage three records of a kind among the last thirty; of versions and batches only superseded ones."""
+    found = rows(run_dir, kind)
+    if kind in (records.VERSION, records.BATCH):
+        found = found[:-2]
+    for row in rng.sample(found[-30:], min(3, len(found))):
+        same = [other.number for other in rows(run_dir, kind, row.key)]
+        flip(run_dir, kind, row.key, same.index(row.number))
+
+
+@pytest.mark.slow
+async def test_a_run_whose_journal_is_damaged_again_and_again_comes_to_its_end(
+    orchestrators: Make, peers: Peers
+) -> None:
+    orchestrator = orchestrators(run__steps=STEPS)
+    await orchestrator.start()
+    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
+    trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
+    peers += [replica, trainer]
+    replica.start()
+    training = asyncio.ensure_future(trainer.run(STEPS))
+    rng = random.Random(3)
+    spoiled = 0
+    async with asyncio.timeout(150):
+        for kind in (*KINDS, "the index"):
+            begun = len(trainer.pulled)
+            while len(trainer.pulled) < begun + 3 and not training.done():
+                await asyncio.sleep(0.01)
+            if training.done():
+                break
+            orchestrator.kill()
+            if kind == "the index":
+                remove_index(orchestrator.run_dir / "journal" / INDEX_FILE)
+            else:
+                spoil(orchestrator.run_dir, kind, rng)
+            spoiled += 1
+            await orchestrator.start()
+        await training
+        await trainer.stopped.wait()
+        assert await orchestrator.wait() == 0
+    assert spoiled >= 4
+    assert orchestrator.summary()["steps"] == {"model0": STEPS}
+    trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
+    assert len(trained) == len(set(trained))
+    noted = loaded(orchestrator.run_dir, records.SET_ASIDE)
+    assert noted and all(SetAsideReason(record["reason"]) for record in noted)
+    assert len({(record["kind"], record["number"]) for record in noted}) == len(noted)
+
+
+@pytest.mark.slow
+async def test_records_that_are_set_aside_are_told_to_whoever_asks(orchestrators: Make, peers: Peers) -> None:
+    orchestrator = orchestrators(run__steps=STEPS)
+    await orchestrator.start()
+    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
+    trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
+    peers += [replica, trainer]
+    replica.start()
+    training = asyncio.ensure_future(trainer.run(STEPS))
+    while len(trainer.pulled) < 4:
+        await asyncio.sleep(0.01)
+    orchestrator.kill()
+    flip(orchestrator.run_dir, records.VERSION, "model0/1")
+    await orchestrator.start()
+    told = await orchestrator.until(lambda now: bool(now.set_aside))
+    assert [(found.kind, found.reason, found.count) for found in told.set_aside] == [("versions", "damaged", 1)]
+    told = await orchestrator.until(lambda now: now.HasField("disk"))
+    assert told.disk.free_bytes > 0 and told.disk.run_bytes > 0
+    log = (orchestrator.run_dir / "logs" / "orchestrator.jsonl").read_text()
+    assert "journal.set_aside" in log
+    training.cancel()

@@ -1,0 +1,174 @@
+"""``millrace journal``: what it says of whole and of damaged journals, and what it changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.__main__ import app
+from services.cli.journal.mending import compact_journal, repair_journal
+from services.cli.progress_view import journal_and_disk
+from services.common.config.loading import save_resolved
+from services.common.errors import ConfigError
+from services.common.pb import run_pb2
+from services.orchestrator.journal import records
+from services.orchestrator.lock import RunLock
+from tests.unit.orchestrator.damage import flip, flip_header, loaded, rows
+from tests.unit.orchestrator.world import World
+
+
+def say(run_dir: Path, *words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["journal", str(run_dir), *words], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def asked(run_dir: Path, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(say(run_dir, *words, "--json")[1].splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> Path:
+    """Two steps were trained; the orchestrator is gone."""
+    world = World(tmp_path)
+    await world.publish(0)
+    world.train()
+    for step in (1, 2):
+        for order in await world.orders(world.join(number=step - 1)):
+            await world.play(order, version=step - 1)
+        await world.trainer_side.pull_batch("model0", step, 5.0)
+        await world.publish(step)
+    await world.settle()
+    await world.close()
+    save_resolved(world.ring.recipe, tmp_path)
+    return tmp_path
+
+
+def test_a_whole_journal_is_verified(run: Path) -> None:
+    code, said = say(run, "verify")
+    assert code == 0 and "every record is whole" in said
+    found = asked(run, "verify")
+    assert found["records"]["batches"] == 2 and found["damage"] == [] and found["lost_numbers"] == []
+
+
+@pytest.mark.parametrize("spoil", [flip, flip_header])
+def test_a_damaged_record_is_named_and_the_exit_code_says_so(run: Path, spoil: Any) -> None:
+    row = spoil(run, records.BATCH, "model0/1")
+    code, said = say(run, "verify")
+    assert code == 1 and f"{row.kind}-{row.segment:06d}" in said
+    [span] = asked(run, "verify")["damage"]
+    assert (span["kind"], span["segment"]) == (row.kind, row.segment)
+    assert asked(run, "list", "--kind", "batches")["records"][0]["state"] == ("damaged" if spoil is flip else "")
+
+
+def test_records_are_listed_by_kind_key_and_number(run: Path) -> None:
+    versions = asked(run, "list", "--kind", "versions")["records"]
+    assert [row["key"] for row in versions] == ["model0/0", "model0/1", "model0/2"]
+    [newest] = asked(run, "list", "--kind", "versions", "--last", "1", "--content")["records"]
+    assert newest["content"]["digest"] == "d2"
+    assert asked(run, "list", "--number", str(newest["number"]))["records"][0]["key"] == "model0/2"
+    group = rows(run, records.GROUP)[0].key
+    assert {row["kind"] for row in asked(run, "list", "--key", group)["records"]} >= {"trajectories", "verdicts"}
+    assert "model0/2" in say(run, "list")[1] and "no record matches" in say(run, "list", "--key", "nothing")[1]
+
+
+def test_repair_names_what_cannot_be_used_once_and_changes_nothing_else(run: Path) -> None:
+    row = flip(run, records.TRAJECTORY, rows(run, records.TRAJECTORY)[3].key)
+    before = sorted((path.name, path.read_bytes()) for path in (run / "journal").glob("*.zst"))
+    code, said = say(run, "repair", "--dry-run")
+    assert code == 0 and row.key in said and "1 records would be set aside" in said
+    assert sorted((path.name, path.read_bytes()) for path in (run / "journal").glob("*.zst")) == before
+    assert "1 records set aside" in say(run, "repair")[1]
+    assert "0 records set aside" in say(run, "repair")[1]
+    [noted] = asked(run, "list", "--set-aside")["set_aside"]
+    assert (noted["kind"], noted["key"], noted["number"], noted["reason"]) == (row.kind, row.key, row.number, "damaged")
+    assert row.key in say(run, "list", "--set-aside")[1]
+
+
+async def test_repair_lets_a_batch_be_put_together_again_of_which_nothing_is_left(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.publish(0)
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    await world.trainer_side.pull_batch("model0", 1, 5.0)
+    await world.close()
+    for path in (tmp_path / "journal").glob("trajectories-*"):
+        path.unlink()
+    from asyncio import to_thread
+
+    noted = await to_thread(repair_journal, tmp_path, lambda done, total: None, dry_run=False)
+    assert "model0/1" in {one.key for one in noted if one.kind == records.BATCH}
+    world.open()
+    assert world.ring.batches["model0"].newest_step == 0
+    await world.close()
+
+
+def test_an_orchestrator_that_is_there_keeps_its_journal(run: Path) -> None:
+    with RunLock(run / "orchestrator.lock"):
+        with pytest.raises(ConfigError, match="in use by another orchestrator"):
+            repair_journal(run, lambda done, total: None, dry_run=False)
+        with pytest.raises(ConfigError, match="in use by another orchestrator"):
+            compact_journal(run, dry_run=False)
+        assert say(run, "verify")[0] == 0
+
+
+def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        repair_journal(tmp_path, lambda done, total: None, dry_run=False)
+
+
+def test_compact_keeps_what_a_replay_from_the_oldest_checkpoint_needs(run: Path) -> None:
+    (run / "checkpoints" / "model0" / "step_000002").mkdir(parents=True)
+    (run / "checkpoints" / "model0" / "step_000002" / "millrace.json").write_text("{}")
+    before = len(rows(run, records.TRAJECTORY))
+    assert "would free" in say(run, "compact", "--dry-run")[1]
+    assert len(rows(run, records.TRAJECTORY)) == before
+    found = compact_journal(run, dry_run=False)
+    assert found.rewritten or found.removed
+    closed = {record["task_group_id"] for record in loaded(run, records.CLOSED)}
+    left = {row.key.partition("/")[0] for row in rows(run, records.TRAJECTORY)}
+    assert len(rows(run, records.TRAJECTORY)) < before and not left & closed
+    assert say(run, "verify")[0] == 0
+
+
+def test_without_a_checkpoint_compact_keeps_every_batch(run: Path) -> None:
+    named = {e["sequence_id"].rpartition("/")[0] for batch in loaded(run, records.BATCH) for e in batch["sequences"]}
+    compact_journal(run, dry_run=False)
+    assert named <= {row.key for row in rows(run, records.TRAJECTORY)}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_export_writes_rows_with_lists_of_numbers(run: Path, tmp_path: Path, form: str) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    row = flip(run, records.TRAJECTORY, rows(run, records.TRAJECTORY)[0].key)
+    output = tmp_path / "rows"
+    code, said = say(run, "export", "-o", str(output), "--kind", "trajectories", "--format", form)
+    assert code == 0, said
+    path = output / f"trajectories.{form}"
+    if form == "jsonl":
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        found = pyarrow.parquet.read_table(path).to_pylist()
+    assert len(found) == len(rows(run, records.TRAJECTORY)) - 1
+    assert f"{found[0]['task_group_id']}/{found[0]['index']}" != row.key
+    segment = found[0]["sequences"][0]["segments"][1]
+    assert segment["token_ids"] == [0, 1, 2, 3] and len(segment["logprobs"]) == 4
+
+
+def test_a_disk_that_fills_up_and_records_that_are_not_used_are_told() -> None:
+    now = run_pb2.RunProgress()
+    assert journal_and_disk(now) == []
+    now.disk.free_bytes, now.disk.bytes_per_s, now.disk.full_in_s = 9 * 1024**3, 1024**3 / 3600, 32_400.0
+    now.set_aside.add(kind="trajectories", reason="damaged", count=2)
+    disk, aside = journal_and_disk(now)
+    assert disk.startswith("disk full in 9 h at 1.0 GiB an hour (9.0 GiB free)")
+    assert "2 trajectories (damaged)" in aside and "millrace journal RUN list --set-aside" in aside
+    now.disk.full_in_s = 60 * 3600.0
+    assert len(journal_and_disk(now)) == 1

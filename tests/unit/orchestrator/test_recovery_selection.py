@@ -1,0 +1,141 @@
+"""What SQL selects is enough: a ring recovered from it equals one that was recovered from every row, on random histories."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator import recovery, survey
+from services.orchestrator.journal import records
+from services.orchestrator.journal.index import Row
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.ring import Ring
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.unit.orchestrator.world import World
+
+
+class Plain:
+    """The same questions, answered by walking over all rows."""
+
+    @staticmethod
+    def open_groups(reader: JournalReader) -> list[Row]:
+        closed = {row.key for row in reader.rows() if row.kind == records.CLOSED}
+        return [row for row in reader.rows() if row.kind == records.GROUP and row.key not in closed]
+
+    @staticmethod
+    def of_groups(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row]:
+        wanted = set(names)
+        return [row for row in reader.rows() if row.kind == kind and row.key in wanted]
+
+    @staticmethod
+    def slots_of(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row]:
+        wanted = set(names)
+        return [row for row in reader.rows() if row.kind == kind and row.key.rpartition("/")[0] in wanted]
+
+    @staticmethod
+    def rows_that_matter(reader: JournalReader, found: survey.Survey, *, observes: bool) -> Iterator[Row]:
+        dead = {records.CLOSED, records.STATE, records.RUN, records.VERDICT, records.SET_ASIDE, "marks"}
+        for row in reader.rows():
+            name = row.key.rpartition("/")[0] if row.kind in (records.TRAJECTORY, records.FAILURE) else row.key
+            of_group = row.kind in (records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE)
+            if row.kind not in dead and not (of_group and name not in found.groups):
+                yield row
+
+
+def fingerprint(ring: Ring) -> dict[str, Any]:
+    experience = ring.experience
+    return {
+        "groups": {
+            name: (group.position, dict(group.born), sorted(group.outcomes), group.num_lost)
+            for name, group in ring.groups.items()
+        },
+        "accounts": {name: repr(account) for name, account in experience.admission.accounts.items()},
+        "buffers": {
+            name: ([(g.task_group_id, g.mean, g.std, g.size) for g in buffer._waiting.values()], buffer.version)
+            for name, buffer in experience.buffers.items()
+        },
+        "since": repr(experience._since_batch),
+        "buffered": dict(experience._buffered),
+        "in_training": dict(experience._in_training),
+        "replay": {name: [g.task_group_id for g in store.groups] for name, store in experience.replay.items()},
+        "versions": {name: repr(ledger._versions) for name, ledger in ring.ledgers.items()},
+        "batches": {
+            name: (b.newest_step, b.newest_version, b.staleness_max, b.statistics) for name, b in ring.batches.items()
+        },
+        "counters": dict(ring.counters),
+        "names": ring.names._next,
+        "position": ring.training_orders.curriculum.position,
+        "curation": vars(ring.training_orders.curation).get("_average"),
+        "results": ring.evaluations.results,
+        "passes": repr(ring.evaluations._passes),
+        "owners": {name: owner.replica_id for name in ring.groups if (owner := ring.pool.owner(name)) is not None},
+        "paused": ring.control.paused,
+    }
+
+
+async def live(world: World, rng: random.Random, num_actions: int) -> None:
+    """Plays, fails, trains, loses replicas, evaluates and pauses, at random."""
+    replica = world.join()
+    for policy in world.policies:
+        await world.publish(0, policy=policy)
+    world.train()
+    open_slots: list[tuple[str, int, tuple[str, ...]]] = []
+    for number in range(num_actions):
+        for order in await world.orders(replica):
+            open_slots += [(order.task_group_id, i, order.policies or world.policies) for i in order.indices]
+        action = rng.random()
+        if action < 0.75 and open_slots:
+            name, index, policies = open_slots.pop(rng.randrange(min(len(open_slots), 6)))
+            version = max(0, min(b.newest_version for b in world.ring.batches.values()))
+            played = [sequence(float(rng.random() < 0.5), version, policy=policy) for policy in policies]
+            record = failure(name, index) if rng.random() < 0.1 else trajectory(name, index, *played, reward=1.0)
+            await world.send(record)
+        elif action < 0.93:
+            policy = rng.choice(world.policies)
+            batches = world.ring.batches[policy]
+            step = batches.newest_version + 1
+            if batches.newest_step >= step or (world.ring.experience.buffers[policy].ready and step <= world.steps):
+                await world.trainer_side.pull_batch(policy, step, 5.0)
+                if rng.random() < 0.8:
+                    await world.publish(step, policy=policy)
+                    replica = world.join(number=min(b.newest_version for b in world.ring.batches.values()))
+        elif action < 0.96:
+            await world.ring.begin_evaluation(f"mine-{number}")
+        else:
+            world.ring.write_state()
+    await world.settle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_is_selected_brings_back_what_all_rows_bring_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"curation": "filter_solved"},
+        {"policies": ("model0", "model1")},
+        {"replay": {"ratio": 0.5, "capacity": 64, "max_staleness": 3}},
+        {"late": "drop", "max_staleness": 2},
+        {"policies": ("model0", "model1"), "rollout": {"admit": "any"}, "curation": "greso"},
+    ]
+    world = World(tmp_path, **settings[seed])
+    world.steps = 12
+    await world.crash()
+    await live(world, rng, 90)
+    await world.crash()
+    selected = fingerprint(world.ring)
+    await world.settle()
+    with monkeypatch.context() as plain:
+        for name in ("open_groups", "of_groups", "slots_of"):
+            plain.setattr(survey, name, getattr(Plain, name))
+        plain.setattr(recovery, "rows_that_matter", Plain.rows_that_matter)
+        plain.setattr(survey.Survey, "is_settled", lambda self, row: False)
+        await world.crash()
+    assert fingerprint(world.ring) == selected
+    assert world.ring.batches["model0"].newest_step > 0
+    await world.close()
