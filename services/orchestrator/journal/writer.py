@@ -391,7 +391,7 @@ class Journal:
 
     def current_segments(self) -> dict[str, int]:
         """The segment of each kind that is being written; earlier ones never change again."""
-        return {kind: writer.segment for kind, writer in self._writers.items()}
+        return {kind: writer.segment for kind, writer in self._writers.copy().items()}  # the writer thread may add one
 
 
 def _line(entry: _Entry) -> bytes:
