@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,40 @@ async def test_a_reader_finds_records_whose_segment_is_rewritten_under_it(open_j
     fresh = list(reader.rows_of(records.TRAJECTORY))
     assert all(reader.load(row) for row in fresh) and len(fresh) == 3
     reader.close()
+
+
+@pytest.mark.parametrize("needed", [{"g0", "g1"}, {"g9"}, {"g3", "g7"}, {"g8", "g9"}])
+async def test_an_index_of_before_a_segment_was_rewritten_does_not_mislead(
+    open_journal: Open, tmp_path: Path, needed: set[str]
+) -> None:
+    await filled(open_journal())
+    shutil.copy(tmp_path / INDEX_FILE, tmp_path / "old")
+    reader = JournalReader(tmp_path)
+    reader._use_private(Exception("locked"))  # another copy of that time
+    journal = open_journal()
+    await store(journal, "new")
+    assert collect(journal, {}, needed).rewritten
+    await journal.close()
+    expected = [*sorted(needed), "new"]
+    assert [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)] == expected
+    assert (reader.damage(), reader.gaps()) == ([], [])
+    reader.close()
+    remove_index(tmp_path / INDEX_FILE)
+    (tmp_path / "old").rename(tmp_path / INDEX_FILE)
+    assert open_journal().damage == []
+    assert left(tmp_path) == expected and facts(tmp_path) == ([], [])
+
+
+async def test_a_rewritten_segment_that_is_cut_afterwards_is_told(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    collect(journal, {}, NEEDED)
+    await journal.close()
+    path = segment_path(tmp_path, records.TRAJECTORY, 1)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert [(span.reason, span.num_records) for span in open_journal().damage] == [("torn", 1), ("lost", 1)]
+    assert left(tmp_path) == ["g3", "new"]
 
 
 async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: Open, tmp_path: Path) -> None:
