@@ -348,11 +348,15 @@ class Journal:
     def _replace(self, wanted: _Replacement) -> bool:
         """Put a rewritten segment in place; the record before says which numbers went."""
         kind, segment = wanted.kind, wanted.segment
+        if self._index.behind:
+            compaction.remove_prepared(self.directory, self._files)
+            return False
         record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
         self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
         self.num_records -= 1  # nobody submitted it
         take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
         if not self._index.replace(kind, segment, take_place):
+            compaction.remove_prepared(self.directory, self._files)
             return False
         self._names_changed = True
         if self._durability == "power":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,11 @@ def left(directory: Path) -> list[str]:
         return [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)]
     finally:
         reader.close()
+
+
+def rows_in(directory: Path, kind: str) -> list[Any]:
+    with closing(JournalReader(directory)) as reader:
+        return list(reader.rows_of(kind))
 
 
 def facts(directory: Path) -> tuple[list[Any], list[Any]]:
@@ -203,6 +210,20 @@ async def test_an_index_of_before_a_segment_was_rewritten_does_not_mislead(
     (tmp_path / "old").rename(tmp_path / INDEX_FILE)
     assert open_journal().damage == []
     assert left(tmp_path) == expected and facts(tmp_path) == ([], [])
+
+
+async def test_a_segment_stays_while_another_process_has_the_index_locked(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    before = segment_path(tmp_path, records.TRAJECTORY, 1).read_bytes()
+    with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for _ in range(3):
+            assert not await asyncio.to_thread(journal.compact_segment, records.TRAJECTORY, 1, {4})
+    assert segment_path(tmp_path, records.TRAJECTORY, 1).read_bytes() == before
+    assert not list(tmp_path.glob("*.compacting"))
+    assert len(rows_in(tmp_path, "collected")) <= 1, "tried again without another record"
 
 
 async def test_a_rewritten_segment_that_is_cut_afterwards_is_told(open_journal: Open, tmp_path: Path) -> None:
