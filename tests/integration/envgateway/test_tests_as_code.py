@@ -56,6 +56,8 @@ RIGHT = {
 LISTED = [
     ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __lt__(self, o): return self.x < o.x\n    def __repr__(self): return f'V({self.x})'",
      "assert (V(1) + V(2)).x == 3 and repr(V(4)) == 'V(4)'\nassert [v.x for v in sorted([V(3), V(1)])] == [1, 3]\nassert V(1) == V(1) and V(1) != V(2) and len({V(1), V(1)}) == 1", ("V",)),
+    ("class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, n): return V(self.x * n)\n    def __add__(self, o): return V(self.x + o.x)\n    def __float__(self): return float(self.x)",
+     "assert (V(2) * 3).x == 6 and (V(2) * 3 * 2 + V(1)).x == 13 and float(V(2)) == 2.0", ("V",)),
     ("class C:\n    def __enter__(self): return 5\n    def __exit__(self, *a): return True", "with C() as c:\n    assert c == 5", ("C",)),
     ("class M:\n    def __init__(self): self.d = {}\n    def __getitem__(self, k): return self.d[k]\n    def __setitem__(self, k, v): self.d[k] = v\n    def __len__(self): return len(self.d)\n    def __iter__(self): return iter(self.d)",
      "m = M()\nassert not m\nm['a'] = 1\nassert m['a'] == 1 and len(m) == 1 and list(m) == ['a'] and 'a' in m and m", ("M",)),

@@ -1,0 +1,50 @@
+"""Answers that are objects of the program and lie when they are asked, and what else lets a check pass silently: rows 60
+to 64 again, by other means than in ``exchange``."""
+
+from __future__ import annotations
+
+from services.envgateway.judge.records import AssertTests
+
+from .model import RE, WA, Bad, bad
+
+SECRET = 73_918_264
+
+_NUMBER = """
+class Z:
+    def __add__(self, other): return 0
+    __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __and__ = __or__ = __xor__ = __matmul__ = __add__
+    __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: True
+    __float__ = lambda self: 0.0
+    __abs__ = lambda self: 0
+    __round__ = lambda self, *digits: 0
+    __bool__ = lambda self: True
+def f(*args): return Z()
+"""
+_EACH = f"for n, w in [(3, {SECRET})]:\n    assert "
+_TESTS_CASE = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): "
+
+
+def _asserts(tests: str) -> AssertTests:
+    return AssertTests(tests=tests, entry_point="f")
+
+
+_LEAKS = [
+    bad(63, f"is-never-handed-what-is-expected-{name}", _NUMBER, WA, RE, tests=_asserts(tests))
+    for name, tests in (
+        ("difference", _EACH + "abs(candidate(n) - w) < 1e-6"),
+        ("difference-fabs", _EACH + "math.fabs(candidate(n) - w) < 1e-6"),
+        ("difference-is-0", _EACH + "candidate(n) - w == 0"),
+        ("difference-rounded", _EACH + "round(candidate(n) - w, 3) == 0"),
+        ("quotient", _EACH + "candidate(n) / w == 0"),
+        ("remainder", _EACH + "candidate(n) % w == 0"),
+        ("xor", _EACH + "not (candidate(n) ^ w)"),
+        ("sum", _EACH + "candidate(n) + -w == 0"),
+        ("almost-equal", _TESTS_CASE + f"self.assertAlmostEqual(candidate(3), {SECRET})"),
+        ("greater", _TESTS_CASE + f"self.assertGreater(candidate(3), {SECRET})"),
+    )
+]
+_CHOSEN = "class X:\n    asked = -1\n    def __float__(self):\n        X.asked += 1\n        return [1.0, -0.25][X.asked % 2]\nheld = X()\ndef f(xs): return held"  # fmt: skip
+_ROOT = "def poly(xs, x): return xs[0] * math.pow(x, 0) + xs[1] * math.pow(x, 1)\nfor xs in [[0, 4], [1, 8]]:\n    x = float(candidate(xs))\n    assert abs(poly(xs, candidate(xs))) < 1e-4 and x != -0.125"  # fmt: skip
+_LEAKS.append(bad(63, "another-number-each-time", _CHOSEN, WA, RE, tests=_asserts("import math\n" + _ROOT)))
+
+CASES: list[Bad] = [*_LEAKS]
