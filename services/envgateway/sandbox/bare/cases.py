@@ -2,7 +2,8 @@
 
 ``check``'s body is unfolded where that means the same, so that each of its asserts is a case. Functions named ``test...``
 that nothing calls and classes of ``unittest`` are run as pytest would. Every handler of the tests first says that it has
-the exception (``CAUGHT``), so that one which the library swallows is told from one that the tests expect.
+the exception (``CAUGHT``), and says so when it raises it again (``RAISED_AGAIN``); a ``with`` statement says what passes
+it, and has had that only when it ends (``PASSED``). So what the library swallows is told from what the tests expect.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-CAUGHT = "__caught__"
+CAUGHT, RAISED_AGAIN, PASSED = "__caught__", "__raised_again__", "__passed__"
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -48,23 +49,32 @@ def announce_handlers(tree: ast.Module) -> ast.Module:
 
 
 class _Announcer(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self._num_withs = 0
+
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
-        node.body.insert(0, _call_caught())
+        node.body = [_trying([_call(CAUGHT), *node.body], _call(RAISED_AGAIN))]
         return node
 
-    def visit_With(self, node: ast.With) -> ast.AST:
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
         """Its manager may be a handler: ``assertRaises``, ``suppress``."""
         self.generic_visit(node)
-        handler = ast.ExceptHandler(
-            type=ast.Name("BaseException", ast.Load()), name=None, body=[_call_caught(), ast.Raise()]
-        )
-        node.body = [ast.Try(body=node.body, handlers=[handler], orelse=[], finalbody=[])]
-        return node
+        self._num_withs += 1
+        passed = f"__passed_{self._num_withs}__"
+        node.body = [_trying(node.body, _call(PASSED, passed))]
+        return [ast.Assign([ast.Name(passed, ast.Store())], ast.List([], ast.Load())), node, _call(CAUGHT, passed)]
 
 
-def _call_caught() -> ast.stmt:
-    return ast.Expr(ast.Call(ast.Name(CAUGHT, ast.Load()), args=[], keywords=[]))
+def _trying(body: list[ast.stmt], otherwise: ast.stmt) -> ast.stmt:
+    """``otherwise`` is executed for every exception, which is then raised again."""
+    handler = ast.ExceptHandler(type=ast.Name("BaseException", ast.Load()), name=None, body=[otherwise, ast.Raise()])
+    return ast.Try(body=body, handlers=[handler], orelse=[], finalbody=[])
+
+
+def _call(function: str, *names: str) -> ast.stmt:
+    arguments: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+    return ast.Expr(ast.Call(ast.Name(function, ast.Load()), args=arguments, keywords=[]))
 
 
 def _unfolded_main(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -66,10 +66,10 @@ class Link:
             self._show_changes(reply, [*args, *kwargs.values()])
         return self._value(reply)
 
-    def caught(self) -> None:
-        """A handler of the tests has the exception that is being handled."""
+    def caught(self, passed: list[BaseException] | None = None) -> None:
+        """The tests have had the exception that is being handled, or those that passed a ``with`` statement."""
         seen: set[int] = set()
-        waiting: list[BaseException | None] = [sys.exc_info()[1]]
+        waiting: list[BaseException | None] = [sys.exc_info()[1]] if passed is None else [*passed]
         while waiting:
             error = waiting.pop()
             if error is None or id(error) in seen:
@@ -77,6 +77,28 @@ class Link:
             seen.add(id(error))
             waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
         self.raised = [error for error in self.raised if id(error) not in seen]
+
+    def raised_again(self) -> None:
+        """A handler of the tests raises again what it has had: somebody else has to handle it."""
+        error = sys.exc_info()[1]
+        if error is not None and any(error is raised for raised in self.ever_raised):
+            self.raised.append(error)
+
+    @staticmethod
+    def passed(by: list[BaseException | None]) -> None:
+        """The exception that is being handled passes a ``with`` statement."""
+        by.append(sys.exc_info()[1])
+
+    def next(self, iterator: Any, *default: Any) -> Any:
+        """The built-in function, but that an end which the tests do not expect fails the case: ``map`` would end by it."""
+        try:
+            return next(iterator)
+        except StopIteration as ended:
+            if default:
+                return default[0]
+            self.raised.append(ended)
+            self.ever_raised.append(ended)
+            raise
 
     def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         self.num_calls += 1

@@ -47,4 +47,28 @@ _CHOSEN = "class X:\n    asked = -1\n    def __float__(self):\n        X.asked +
 _ROOT = "def poly(xs, x): return xs[0] * math.pow(x, 0) + xs[1] * math.pow(x, 1)\nfor xs in [[0, 4], [1, 8]]:\n    x = float(candidate(xs))\n    assert abs(poly(xs, candidate(xs))) < 1e-4 and x != -0.125"  # fmt: skip
 _LEAKS.append(bad(63, "another-number-each-time", _CHOSEN, WA, RE, tests=_asserts("import math\n" + _ROOT)))
 
-CASES: list[Bad] = [*_LEAKS]
+_SEQUENCE = "class A:\n    def __getitem__(self, i):\n{}\nassert all(x == 1 for x in A())"
+_SWALLOWED = [
+    bad(60, f"{name}-swallowed", f"def f(n): raise {raised}", RE, tests=_asserts(tests))
+    for name, raised, tests in (
+        ("after-with", "IndexError", "import threading\nlock = threading.Lock()\n" + _SEQUENCE.format("        with lock: return candidate(i)")),
+        ("after-two-withs", "IndexError", "import contextlib\nn = contextlib.nullcontext\n" + _SEQUENCE.format("        with n(), n():\n            with n(): got = candidate(i)\n        return got")),
+        ("after-a-later-with", "IndexError", "import contextlib\n" + _SEQUENCE.format("        for k in (1, 2):\n            with contextlib.nullcontext():\n                if k == 2: return candidate(i)")),
+        ("after-raise", "IndexError", _SEQUENCE.format("        try: return candidate(i)\n        except Exception: raise")),
+        ("after-raise-by-name", "IndexError", _SEQUENCE.format("        try: return candidate(i)\n        except ValueError: return 0\n        except Exception as e: raise e")),
+        ("after-raise-in-a-with", "IndexError", "import contextlib\n" + _SEQUENCE.format("        with contextlib.suppress(KeyError):\n            try: return candidate(i)\n            except LookupError: raise")),
+        ("with-in-a-property", "AttributeError", "import contextlib\nclass A:\n    @property\n    def x(self):\n        with contextlib.nullcontext(): return candidate(1)\nassert getattr(A(), 'x', 5) == 5"),
+    )
+]  # fmt: skip
+_NEXT = f"assert all(map(lambda c: next({{}}) == c[1], [(3, {SECRET})]))"
+_SWALLOWED += [
+    bad(60, f"next-of-{name}-ends-a-map", f"def f(n): return {value}", RE, tests=_asserts(_NEXT.format(asked)))
+    for name, value, asked in (
+        ("an-iterator", "iter([])", "candidate(c[0])"),
+        ("a-generator", "(x for x in [])", "candidate(c[0])"),
+        ("a-list", "[]", "iter(candidate(c[0]))"),
+        ("a-filter", "[1]", "x for x in candidate(c[0]) if x == c[1]".join("()")),
+    )
+]
+
+CASES: list[Bad] = [*_LEAKS, *_SWALLOWED]
