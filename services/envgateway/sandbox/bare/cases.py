@@ -48,6 +48,43 @@ def announce_handlers(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(_Announcer().visit(tree))  # type: ignore[no-any-return]
 
 
+def works_in_place(tree: ast.AST, program: set[str]) -> bool:
+    """Whether the tests want something else of a call than its value: they drop it, or ask whether it is None."""
+    parameters = {argument.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) for argument in node.args}
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _root(node.value) in program
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return any(_wants_no_value(node, program | made, parameters) for node in ast.walk(tree))
+
+
+def _wants_no_value(node: ast.AST, program: set[str], parameters: set[str]) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if (
+            name in parameters
+        ):  # a helper that is given the program
+            return True
+        case ast.Expr(value=ast.Call() | ast.Await() as value):
+            return _root(value) in program
+        case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+            return True
+        case ast.BoolOp(op=ast.Or(), values=[ast.Call() as value, *_]):  # candidate(x) or x
+            return _root(value) in program
+        case ast.Attribute(attr="assertIsNone" | "assertIsNotNone"):
+            return True
+    return False
+
+
+def _root(node: ast.AST) -> str:
+    """The first name of a chain of calls, attributes and items."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Await)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 class _Announcer(ast.NodeTransformer):
     def __init__(self) -> None:
         self._num_withs = 0

@@ -60,6 +60,7 @@ def _run_all(request: dict[str, Any], link: Link) -> int:
     namespace = _namespace(request, link)
     index = 0
     tree = ast.parse(request["tests"])
+    link.works_in_place = cases.works_in_place(tree, {*request["remote"], *request["aliases"]})
     flags = compile(request["tests"], _TESTS, "exec", dont_inherit=True).co_flags & _FUTURE_FLAGS
     for statement in cases.statements(tree, request["aliases"]):
         for run in _runs(statement, namespace, flags):

@@ -16,6 +16,7 @@ import builtins
 import functools
 import json
 import sys
+import types
 from collections import deque
 from typing import Any
 
@@ -48,7 +49,8 @@ class Link:
         self.numbers: dict[tuple[int, str], Any] = {}  # what objects stand for, by their number
         self.unusable = ""  # why the tests cannot judge, where a call of theirs has shown it
         self.keeps_arguments = False  # what the program does to its arguments is not shown to the tests
-        self.changed_arguments = False  # a call that returned a value has changed its arguments
+        self.works_in_place = False  # a call that returns None may be asked to change its arguments
+        self.changed_arguments = False  # a call that was asked for a value has changed its arguments
 
     def __deepcopy__(self, memo: Any) -> Link:
         return self
@@ -139,10 +141,10 @@ class Link:
 
     def _show_changes(self, reply: dict[str, Any], sent: list[Any]) -> None:
         """What the program has done to its arguments, done to those of the tests."""
-        if reply.get("value") is not None:
+        if reply.get("value") is not None or not self.works_in_place:
             self.changed_arguments = True
-        if self.keeps_arguments and reply.get("value") is not None:
-            return
+            if self.keeps_arguments:
+                return
         try:
             for index, tree in reply["changed"]:
                 changes.change(sent[index], self._read(tree))
@@ -165,7 +167,7 @@ def _exception(reply: dict[str, Any]) -> Exception:
     return RuntimeError(reply["message"])
 
 
-# What the values of replies are made of: only a program's answer can be one that is too deep to be written.
+# What the values of replies are made of.
 _PLAIN = (
     list,
     tuple,
@@ -181,6 +183,25 @@ _PLAIN = (
     plain.TreeNode,
 )
 _PLAIN_MODULES = ("numpy", "fractions", "decimal")
+# Of the built-in types, those whose values can only be the tests' own.
+_OF_TESTS = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    types.ModuleType,
+)
+
+
+def _may_be_of_an_answer(value: Any) -> bool:
+    """Whether tests can have got this from plain data: a program that has answered may be why they have it."""
+    kind = type(value)
+    if isinstance(value, _PLAIN) or kind.__module__ in _PLAIN_MODULES:
+        return True
+    of_a_module = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType)
+    return kind.__module__ in ("builtins", "itertools") and not isinstance(value, _OF_TESTS) and not of_a_module
 
 
 def outgoing(value: Any, link: Link) -> Any:
@@ -189,7 +210,7 @@ def outgoing(value: Any, link: Link) -> Any:
     def number(remote: Any) -> str:
         if isinstance(remote, Remote):
             return str(remote._number())
-        if isinstance(remote, _PLAIN) or type(remote).__module__ in _PLAIN_MODULES:
+        if link.num_calls and _may_be_of_an_answer(remote):
             raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)

@@ -3,7 +3,7 @@ to 64 again, by other means than in ``exchange``."""
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import AssertTests
+from services.envgateway.judge.records import AssertTests, Verdict
 
 from .model import RE, WA, Bad, bad
 
@@ -71,4 +71,40 @@ _SWALLOWED += [
     )
 ]
 
-CASES: list[Bad] = [*_LEAKS, *_SWALLOWED]
+_REF = "def ref(x): return max(x, default=None)\n"
+_EMPTIED = [
+    bad(62, f"emptied-for-None-{name}", code, WA, tests=_asserts(tests))
+    for name, code, tests in (
+        ("by-a-reference", "def f(x): x.clear()", _REF + "for x in [[3, 1], [2]]:\n    assert candidate(x) == ref(x)"),
+        ("in-the-test", "def f(x): x.clear()", "for x in [[3, 1], [2]]:\n    got = candidate(x)\n    assert got == (max(x) if x else None)"),
+        ("dict", "def f(d, k): d.clear()", "for k in 'ab':\n    d = {'a': 1, 'b': 2}\n    assert candidate(d, k) == d.get(k)"),
+        ("set", "def f(s): s.clear()", "for s in [{1, 2}]:\n    assert candidate(s) == next(iter(sorted(s)), None)"),
+        ("inside", "def f(x): x[0].clear()", _REF + "for x in [[3, 1], [2]]:\n    assert candidate([x]) == ref(x)"),
+    )
+]  # fmt: skip
+_DROPS_OUT = [
+    bad(64, f"is-no-way-out-{name}", code, WA, RE, tests=AssertTests(tests=tests, entry_point="f", names=("make",)))
+    for name, code, tests in (
+        ("method-of-a-list", "def f(n): return 'abc'\ndef make(): return []", "s = make()\nassert candidate(s.pop) == 5"),
+        ("method-of-a-text", "def f(n): return 'abc'", "for n in [1]:\n    assert candidate(candidate(n).count) == 3"),
+        ("keys", "def f(n): return {1: 2}", "for n in [1]:\n    assert candidate(candidate(n).keys()) == 5"),
+        ("iterator", "def f(n): return [1]", "for n in [1]:\n    assert candidate(iter(candidate(n))) == 5"),
+        ("zip", "def f(n): return [1]", "for n in [1]:\n    assert candidate(zip(candidate(n), [1])) == 5"),
+        ("chain", "def f(n): return [1]", "import itertools\nfor n in [1]:\n    assert candidate(itertools.chain(candidate(n))) == 5"),
+        ("not-implemented", "def f(n): return 5", "for n in [1]:\n    assert candidate(candidate(n).__lt__('a')) == 5"),
+        ("slice", "def f(n): return 5", "for n in [1]:\n    assert candidate(slice(candidate(n))) == 5"),
+        ("ellipsis", "def f(n): return 5", "for n in [1]:\n    assert candidate(... if candidate(n) == 5 else 1) == 5"),
+    )
+] + [
+    bad(64, f"still-cannot-judge-{name}", "def f(*n): return 21", Verdict.INVALID_TESTS, tests=_asserts(tests))
+    for name, tests in (
+        ("function", "for n in [1]:\n    assert candidate(n) == 21\n    assert candidate(print) == 21"),
+        ("own-function", "twice = lambda x: x\nfor n in [1]:\n    assert candidate(n) == 21\n    assert candidate(twice) == 21"),
+        ("generator", "for n in [1]:\n    assert candidate(n) == 21\n    assert candidate(x for x in [1]) == 21"),
+        ("type", "for n in [1]:\n    assert candidate(n) == 21\n    assert candidate(n, int) == 21"),
+        ("own-class", "class A: pass\nfor n in [1]:\n    assert candidate(n) == 21\n    assert candidate(A()) == 21"),
+        ("first-of-all", "assert candidate(zip([1], [2])) == 21\nassert candidate(2) == 21"),
+    )
+]  # fmt: skip
+
+CASES: list[Bad] = [*_EMPTIED, *_DROPS_OUT, *_LEAKS, *_SWALLOWED]
