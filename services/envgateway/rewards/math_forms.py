@@ -27,13 +27,29 @@ _POWER = re.compile(
 _MIXED = re.compile(r"(?<![\w.^}\\/+*-])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
 _THIN_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,; ]|~)\d{3})+(?!\d)")
 _SPACE_GROUPED = re.compile(r"(?:^|(?<=[{$]))\d{1,3}(?: \d{3})+(?=[}$]|$)")  # only as a whole answer
-_ARROW = re.compile(r"\\(?:to|equiv|rightarrow|Rightarrow|implies|longrightarrow|iff|cong)(?![A-Za-z])")
+_ARROW = re.compile(r"\\(?:to|equiv|sim|simeq|rightarrow|Rightarrow|implies|longrightarrow|iff|cong)(?![A-Za-z])")
 _AND = re.compile(r"\\(?:text|mathrm|textrm)\{\s*and\s*\}|\\(?:land|wedge)(?![A-Za-z])|(?<![A-Za-z\\])and(?![A-Za-z])")
 _BUILDER = re.compile(r"\\\{[A-Za-z](?:\\in(?:\\mathbb\{?R\}?|\\R))?(?:\\mid|\\vert|\||:)(.*)\\\}")
+_DEGREE = re.compile(r"\\degree(?![A-Za-z])")
+_UNMEANT = re.compile(
+    r"\\(?:boldsymbol|bm|bf|mathbf)(?![A-Za-z])\s*(?=\{)|\\(?:checkmark|blacksquare|square|qedhere)(?![A-Za-z])"
+)
 _ENDING_POINT = re.compile(r"(?<=\d)\.(?=\s*[}$])")
 _SPACING = re.compile(r"\\(?:left|right|bigl|bigr|Big|big|displaystyle|,|;|!|:|quad|qquad| )|[$~\s]")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?!\d)")
 _LABEL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?(?:=|\\in)(?=[\[({\\])")
+_RELATION = re.compile(
+    r"(?:\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|ne|neq|neg|lnot|not|lesssim|gtrsim|ll|gg)(?![A-Za-z])"
+    r"|[<>≤≥≠¬])=?"
+)
+_BEGINS = re.compile(rf"^{_RELATION.pattern}|[=,]\s*{_RELATION.pattern}")
+_AND_SO_ON = re.compile(r"\\(?:[lcd]?dots|dots[cbmi])(?![A-Za-z])|\.\.\.|…")
+_AT_LEAST = re.compile(
+    r"(?<![a-z])(?:or\s+(?:more|less|fewer|greater|higher|lower|larger|smaller)|at\s+(?:least|most)|(?:more|less|fewer|greater)"
+    r"\s+than|not)(?![a-z])",
+    re.IGNORECASE,
+)
+_ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -43,6 +59,7 @@ def rewritten(text: str) -> str:
     >>> rewritten(r"0.1\overline{6}"), rewritten(r"3.8 \times 10^{3}"), rewritten("1.5e-3"), rewritten("-3 1/2")
     ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
     """
+    text = _UNMEANT.sub("", _DEGREE.sub(r"^\\circ", text))
     text = _THIN_GROUPED.sub(lambda match: re.sub(r"\\[,; ]|~", "", match[0]), text)
     text = _SPACE_GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _ENDING_POINT.sub("", _REPEATING.sub(_as_fraction, text))
@@ -106,7 +123,26 @@ def other_form(truth: str, answer: str) -> str:
         return f"{given} where one value is asked for"
     if {wanted, given} == {Form.SET, Form.ORDERED}:
         return f"{given} where {wanted} is asked for"
-    return ""
+    if wanted is Form.SET and "\\{" in answer and len(split(_plain(answer), ",")) > 1:
+        return "sets where one is asked for"
+    for rule, what in ((_AND_SO_ON, "more than is written"), (_AT_LEAST, "a bound"), (_BEGINS, "a relation")):
+        if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
+            return f"{what} where {wanted} is asked for"
+    return "values of names in another order" if wanted is Form.ORDERED and _disordered(answer) else ""
+
+
+def _worded(text: str) -> str:
+    """Without what stands around: dollars, sizes, the command of a text."""
+    return re.sub(
+        r"\\(?:text|mathrm|textrm|mbox|textbf)\s*\{|[${}~]|\\[,;!: ]|\\(?:left|right)(?![a-z])", " ", text[:_LONGEST]
+    ).strip()
+
+
+def _disordered(answer: str) -> bool:
+    """y=3, x=4: by their names these are (4, 3)."""
+    found = [_ASSIGNED.fullmatch(part) for part in split(_AND.sub(",", _SPACING.sub("", answer[:_LONGEST])), ",")]
+    names = [match[1] for match in found if match]
+    return len(names) == len(found) and names != sorted(names)
 
 
 def equations(text: str) -> list[list[str]]:
