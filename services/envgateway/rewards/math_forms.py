@@ -49,6 +49,7 @@ _AT_LEAST = re.compile(
     r"\s+than|not)(?![a-z])",
     re.IGNORECASE,
 )
+_BASED = re.compile(r"(\d{1,300})(?:_\{?(?:\\text\{)?(\d{1,2})\}{0,2})?")
 _ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
@@ -128,7 +129,46 @@ def other_form(truth: str, answer: str) -> str:
     for rule, what in ((_AND_SO_ON, "more than is written"), (_AT_LEAST, "a bound"), (_BEGINS, "a relation")):
         if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
             return f"{what} where {wanted} is asked for"
+    if _bases_differ(truth, answer):
+        return "a number in another base"
     return "values of names in another order" if wanted is Form.ORDERED and _disordered(answer) else ""
+
+
+def _bases_differ(truth: str, answer: str) -> bool:
+    """Whether an answer names a base in which its digits are another number. A base that is not named is the asked one."""
+    asked, named = _BASED.fullmatch(_plain(truth)), _BASED.fullmatch(_plain(answer))
+    if named is None or named[2] is None:
+        return False
+    if asked is not None and asked[2] is not None:
+        return asked[2] != named[2]
+    base = int(named[2])
+    try:
+        return asked is not None and int(named[1], base) != int(named[1])
+    except ValueError:  # no digits of this base
+        return True
+
+
+def named_values(text: str) -> list[tuple[str, str]]:
+    """Names and values of x=1, y=2 in the order of the names; empty for what is no list of them.
+
+    >>> named_values("y=2, x=1"), named_values("1, 2")
+    ([('x', '1'), ('y', '2')], [])
+    """
+    parts = split(_AND.sub(",", _SPACING.sub("", text[:_LONGEST])), ",")
+    found = [match for part in parts if (match := _ASSIGNED.fullmatch(part))]
+    names = {match[1] for match in found}
+    return sorted((match[1], match[2]) for match in found) if len(names) == len(parts) > 1 else []
+
+
+def listed_values(text: str) -> list[str]:
+    """The values of 1, 2 or (1, 2); as names give them, where it has names."""
+    named = named_values(text)
+    if named:
+        return [value for _, value in named]
+    text = _plain(text)
+    if form_of(text) is Form.ORDERED:
+        text = text[1:-1]
+    return split(_AND.sub(",", text), ",")
 
 
 def _worded(text: str) -> str:
@@ -140,9 +180,8 @@ def _worded(text: str) -> str:
 
 def _disordered(answer: str) -> bool:
     """y=3, x=4: by their names these are (4, 3)."""
-    found = [_ASSIGNED.fullmatch(part) for part in split(_AND.sub(",", _SPACING.sub("", answer[:_LONGEST])), ",")]
-    names = [match[1] for match in found if match]
-    return len(names) == len(found) and names != sorted(names)
+    named = named_values(answer)
+    return bool(named) and not _plain(answer).startswith(named[0][0])
 
 
 def equations(text: str) -> list[list[str]]:
