@@ -33,8 +33,13 @@ class RunLock:
         return ""
 
     def __enter__(self) -> RunLock:
-        """Raises ConfigError when another process holds the lock."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Raises ConfigError when another process holds the lock, or the directory cannot be written."""
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} cannot be written ({error.strerror}): it keeps others out of the run"
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,7 +15,7 @@ from services.cli.journal.progress import Advance
 from services.cli.trace.reading import open_journal
 from services.common.config.loading import load_resolved
 from services.common.config.policy import ReplayConfig
-from services.common.errors import BatchLostError
+from services.common.errors import BatchLostError, InfrastructureError
 from services.common.fates import SetAsideReason
 from services.orchestrator.batches import read_what_is_left
 from services.orchestrator.config import Settings
@@ -93,6 +93,7 @@ def compact_journal(run_dir: Path, *, dry_run: bool) -> Collected:
 
     Raises:
         ConfigError: there is no journal or recipe, or an orchestrator has it.
+        InfrastructureError: the disk does not take what is rewritten.
     """
     recipe = load_resolved(run_dir)
     oldest = {
@@ -120,6 +121,8 @@ async def _compact(run_dir: Path, oldest: dict[str, int], dry_run: bool) -> Coll
     journal.start()
     try:
         return await asyncio.to_thread(carry_out, journal, plans, most_rewritten=_EVERY)
+    except OSError as error:
+        raise InfrastructureError(f"not all was rewritten ({error}): make room, and run it again") from error
     finally:
         await journal.close()
 

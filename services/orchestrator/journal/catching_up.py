@@ -6,16 +6,20 @@ stands where the index says. Segments that retention deleted are told from lost 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import structlog
 
+from services.common.errors import CorruptDataError
 from services.orchestrator.journal.damage import Damage, DamageReason
+from services.orchestrator.journal.frames import Unpacker
 from services.orchestrator.journal.index import Index, Indexed, Row
 from services.orchestrator.journal.scan import header_before, scan
-from services.orchestrator.journal.segments import Place, segment_path, sizes_in
+from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -61,26 +65,22 @@ def synchronise(directory: Path, index: Index, ends: Mapping[Place, int] | None 
     """
     found = compare(directory, index, ends)
     told: list[Damage] = []
-    rewritten = index.rewritten()
+    before_cut = {place: _numbers(index, place) for place in found.shortened}
     for place in (*found.replaced, *found.shortened):
         index.forget(*place)
     for place in found.sizes:  # in their order: of two records with one number the first is kept
         if place in found.replaced or place in found.shortened or place in found.behind:
             told += _scan_into(directory, index, place, found.sizes[place])
-    rewritten = index.rewritten() - rewritten
-    for place in found.shortened:
-        if not rewritten[place]:  # by compaction, since the index was up to date
-            told += _note_lost(index, place, found.known[place], found.sizes[place])
+    for place, numbers in before_cut.items():
+        rewritten = _left_out(directory, index, place)
+        gone = {number for number in numbers - _numbers(index, place) if not _is_in(number, rewritten)}
+        if gone or not rewritten:
+            told += _note_lost(index, place, found.known[place].end, found.sizes[place], len(gone))
     for place, before in ((place, found.known[place]) for place in found.missing):
         lost = [] if place in index.collected() else [_lost(place, before)]
         index.forget(*place, lost)
         told += lost
     return told
-
-
-def synchronise_one(directory: Path, index: Index, place: Place) -> list[Damage]:
-    """Add a closed segment that the index does not know; returns its damage. Raises as ``synchronise``."""
-    return _scan_into(directory, index, place, segment_path(directory, *place).stat().st_size)
 
 
 def log_damage(damage: list[Damage], directory: Path) -> None:
@@ -116,14 +116,34 @@ def _is_same(directory: Path, place: Place, before: Indexed) -> bool:
     )  # fmt: skip
 
 
-def _note_lost(index: Index, place: Place, before: Indexed, size: int) -> list[Damage]:
-    """What is gone behind the end of a segment."""
-    left = index.segments(*place)[place]
+def _numbers(index: Index, place: Place) -> set[int]:
+    return {row.number for row in index.select("r.kind = ? AND r.segment = ?", place)}
+
+
+def _left_out(directory: Path, index: Index, place: Place) -> list[tuple[int, int]]:
+    """Runs of numbers of records that compaction left out of a segment, as its records say that can be read."""
+    runs: list[tuple[int, int]] = []
+    for row in index.rows_of(COLLECTED, f"{place[0]}/{place[1]}/part"):
+        try:
+            with segment_path(directory, COLLECTED, row.segment).open("rb", buffering=0) as file:
+                line = Unpacker().unpack(os.pread(file.fileno(), row.length, row.offset))
+            runs += [(int(first), int(last)) for first, last in orjson.loads(line)["numbers"]]
+        except (OSError, CorruptDataError, KeyError, TypeError, ValueError):
+            continue
+    return runs
+
+
+def _is_in(number: int, runs: list[tuple[int, int]]) -> bool:
+    return any(first <= number <= last for first, last in runs)
+
+
+def _note_lost(index: Index, place: Place, before: int, size: int, num_records: int) -> list[Damage]:
+    """What is gone behind the end of a segment, which was at ``before``."""
     lost = Damage(
-        kind=place[0], segment=place[1], offset=size, num_bytes=before.end - size, reason=DamageReason.LOST,
-        num_records=max(0, before.num_records - left.num_records),
+        kind=place[0], segment=place[1], offset=size, num_bytes=before - size, reason=DamageReason.LOST,
+        num_records=num_records,
     )  # fmt: skip
-    return index.add(place, (), left.end, [lost])
+    return index.add(place, (), index.segments(*place)[place].end, [lost])
 
 
 def _lost(place: Place, before: Indexed) -> Damage:

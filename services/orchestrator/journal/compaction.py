@@ -1,16 +1,17 @@
 """Rewrites closed segments without the records that are not needed any more.
 
     closed segment -> needed records, byte for byte, into <segment>.compacting -> sync -> record: these numbers went
-                   -> index forgets the segment -> rename over the old file -> index learns the new one
+                   -> rename over the old file and new places in the index, in one transaction of it
 
-A crash leaves the old file whole or the new one whole, and an index that lacks the segment, which is then scanned. A
-segment with damage is left as it is: nothing is deleted that was not read. Knows nothing about what records mean.
+A crash leaves the old file whole or the new one whole, and at worst an index that has the places in the old one, which the
+next start notices. A segment with damage is left as it is: nothing is deleted that was not read. Knows nothing about what records mean.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import CorruptDataError
@@ -25,8 +26,17 @@ _SUFFIX = ".compacting"
 _WRITE_BYTES = 1024 * 1024
 
 
-def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], files: Files) -> list[tuple[int, int]]:
-    """Write what is kept of a segment beside it; returns the runs of numbers that are left out.
+@dataclass(slots=True)
+class Prepared:
+    """What lies beside a segment, to take its place."""
+
+    rows: list[Row] = field(default_factory=list)  # where the kept records lie in it
+    size: int = 0
+    left_out: list[int] = field(default_factory=list)  # numbers of records
+
+
+def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], files: Files) -> Prepared:
+    """Write what is kept of a segment beside it.
 
     Raises:
         CorruptDataError: the segment has damage, and stays as it is.
@@ -34,21 +44,21 @@ def prepare(directory: Path, kind: str, segment: int, keep: Collection[int], fil
     """
     source, target = segment_path(directory, kind, segment), _prepared(directory, kind, segment)
     files.remove(target)
-    left_out: list[int] = []
+    prepared = Prepared()
     fd = files.create(target)
     try:
         with source.open("rb", buffering=0) as segment_file:
-            size = 0
-            for data in _kept(segment_file.fileno(), scan(directory, kind, segment), keep, left_out):
-                files.write(fd, data, size)
-                size += len(data)
+            written = 0
+            for data in _kept(segment_file.fileno(), scan(directory, kind, segment), keep, prepared):
+                files.write(fd, data, written)
+                written += len(data)
         files.sync(fd)
     except BaseException:
         files.remove(target)
         raise
     finally:
         files.close(fd)
-    return runs_of(left_out)
+    return prepared
 
 
 def take_place(directory: Path, kind: str, segment: int, files: Files) -> None:
@@ -82,7 +92,7 @@ def _prepared(directory: Path, kind: str, segment: int) -> Path:
     return path.with_name(path.name + _SUFFIX)
 
 
-def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], left_out: list[int]) -> Iterator[bytes]:
+def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], prepared: Prepared) -> Iterator[bytes]:
     """The bytes of the records to keep, in large pieces."""
     waiting: list[bytes] = []
     num_bytes = 0
@@ -92,12 +102,14 @@ def _kept(fd: int, found: Iterable[Row | Damage], keep: Collection[int], left_ou
                 continue
             raise CorruptDataError(f"{row}: the segment stays as it is")
         if row.number not in keep:
-            left_out.append(row.number)
+            prepared.left_out.append(row.number)
             continue
         begin = row.offset - header_bytes(row.key)
         data = os.pread(fd, row.offset + row.length - begin, begin)
         if checksum_of(data[row.offset - begin :]) != row.checksum:
             raise CorruptDataError(f"record {row.number} ({row.kind} {row.key}) is damaged: its segment stays as it is")
+        prepared.size += len(data)
+        prepared.rows.append(row._replace(offset=prepared.size - row.length))
         waiting.append(data)
         num_bytes += len(data)
         if num_bytes >= _WRITE_BYTES:

@@ -7,8 +7,7 @@ the file locked, the disk is full) is caught up later. Rows are numbered in the 
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,9 +203,13 @@ class Index:
                 self._db.execute(f"DELETE FROM {table} WHERE {where}", (kind, segment))
             self._note_damage(damage)
 
-    def flush(self) -> None:
-        """What was added and removed survives a power cut from now on."""
-        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+    def rewrite(self, place: Place, rows: Sequence[Row], end: int, rename: Callable[[], None]) -> None:
+        """Have ``rename`` put a file with these rows in the place of a segment: all of the old rows are there, or the new."""
+        with _Transaction(self._db):
+            for table in ("records", "segments", "damage"):
+                self._db.execute(f"DELETE FROM {table} WHERE kind = ? AND segment = ?", place)
+            rename()
+            self._add(place, rows, end, ())
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -264,11 +267,6 @@ class Index:
         """Segments that retention deleted."""
         names = (row.key.rpartition("/") for row in self.rows_of(COLLECTED))
         return {(kind, int(segment)) for kind, _, segment in names if segment.isdecimal()}
-
-    def rewritten(self) -> Counter[Place]:
-        """How often compaction has rewritten each segment."""
-        names = (row.key.removesuffix("/part").rpartition("/") for row in self.rows_of(COLLECTED))
-        return Counter((kind, int(segment)) for kind, _, segment in names if segment.isdecimal() and "/" not in kind)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """First and last of every run of numbers up to the highest that no record has."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from services.orchestrator.journal.catching_up import log_damage, synchronise, synchronise_one
+from services.orchestrator.journal.catching_up import log_damage, synchronise
 from services.orchestrator.journal.damage import Damage
 from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
 from services.orchestrator.journal.segments import Place
@@ -79,23 +79,23 @@ class IndexKeeper:
         except UNUSABLE as error:
             self._fall_behind(error)
 
-    def replace(self, kind: str, segment: int, rename: Callable[[], None]) -> bool:
-        """Have ``rename`` put another file in the place of a closed segment. False, and nothing has changed, while the index
-        is behind: it must not know places in a file that is gone."""
+    def replace(self, place: Place, rows: Sequence[Row], end: int, rename: Callable[[], None]) -> bool:
+        """Have ``rename`` put a file with these rows in the place of a closed segment. False, and nothing has changed, while
+        the index cannot be written."""
         if self.behind:
             return False
+        renamed = False
+
+        def take_place() -> None:
+            nonlocal renamed
+            rename()
+            renamed = True
+
         try:
-            self._index.forget(kind, segment)
-            self._index.flush()
+            self._index.rewrite(place, rows, end, take_place)
         except sqlite3.Error as error:
             self._fall_behind(error)
-            return False
-        rename()
-        try:
-            log_damage(synchronise_one(self._directory, self._index, (kind, segment)), self._directory)
-        except sqlite3.Error as error:
-            self._fall_behind(error)
-        return True
+        return renamed
 
     def close(self) -> None:
         self._index.close()

@@ -23,7 +23,7 @@ from services.orchestrator.journal.catching_up import compare, synchronise
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.frames import Unpacker, checksum_of
 from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
-from services.orchestrator.journal.scan import scan
+from services.orchestrator.journal.scan import header_before, scan
 from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
 
 log = structlog.get_logger()
@@ -161,7 +161,10 @@ class JournalReader:
     def load_line(self, row: Row) -> bytes | None:
         """The same as the line of JSON that was written."""
         line, reason = self._read(row)
-        if line is None and (moved := self._moved(row)) is not None:
+        if line is None:
+            moved = self._moved(row)
+            if moved is None:  # it is gone: collected, or told as a gap
+                return None
             row = moved
             line, reason = self._read(row)
         if line is None:
@@ -182,7 +185,16 @@ class JournalReader:
         opened = self._open_files.pop(row.kind, None)
         if opened is not None:
             os.close(opened[1])
-        return next(self.select("r.number = ?", (row.number,), lambda found: found.number == row.number), None)
+        found = next(self.select("r.number = ?", (row.number,), lambda found: found.number == row.number), None)
+        if found is None or self._is_in_place(found):
+            return found
+        # The index has the places in the file that was there before, or the record's header is damaged, too.
+        rows = scan(self._directory, found.kind, found.segment)
+        return next((other for other in rows if isinstance(other, Row) and other.number == found.number), found)
+
+    def _is_in_place(self, row: Row) -> bool:
+        header = header_before(self._directory, row.kind, row.segment, row.offset, row.key)
+        return header is not None and (header.number, header.checksum) == (row.number, row.checksum)
 
     def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
         """A line, or why it is none."""
@@ -293,6 +305,9 @@ class JournalReader:
         for place, size in sizes.items():
             known = self._known.get(place, NOTHING)
             self._check(size < known.end)
+            if size < self._tail_ends.get(place, 0):  # rewritten since
+                del self._tail_ends[place]
+                self._tail = [row for row in self._tail if (row.kind, row.segment) != place]
             start = max(known.end, self._tail_ends.get(place, 0))
             if size > start:
                 new += self._scan_tail(place, start)

@@ -74,7 +74,7 @@ class _Replacement:
 
     kind: str
     segment: int
-    left_out: list[tuple[int, int]]  # runs of record numbers
+    prepared: compaction.Prepared
     done: Future[bool]
 
 
@@ -199,10 +199,10 @@ class Journal:
             CorruptDataError: the segment has damage, and stays as it is.
             InfrastructureError: the journal is closed, has failed or is blocked for too long.
         """
-        left_out = compaction.prepare(self.directory, kind, segment, keep, self._files)
+        prepared = compaction.prepare(self.directory, kind, segment, keep, self._files)
         if self._failed is not None or self._closed:
             raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not rewritten")
-        replacement = _Replacement(kind, segment, left_out, Future())
+        replacement = _Replacement(kind, segment, prepared, Future())
         self._queue.put(replacement)
         try:
             return replacement.done.result(REMOVE_DEADLINE_S)
@@ -347,15 +347,15 @@ class Journal:
 
     def _replace(self, wanted: _Replacement) -> bool:
         """Put a rewritten segment in place; the record before says which numbers went."""
-        kind, segment = wanted.kind, wanted.segment
+        kind, segment, prepared = wanted.kind, wanted.segment, wanted.prepared
         if self._index.behind:
             compaction.remove_prepared(self.directory, self._files)
             return False
-        record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
+        record = {"kind": kind, "segment": segment, "numbers": compaction.runs_of(prepared.left_out)}
         self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
         self.num_records -= 1  # nobody submitted it
         take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
-        if not self._index.replace(kind, segment, take_place):
+        if not self._index.replace((kind, segment), prepared.rows, prepared.size, take_place):
             compaction.remove_prepared(self.directory, self._files)
             return False
         self._names_changed = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from services.cli.__main__ import app
 from services.cli.journal.mending import compact_journal, repair_journal
 from services.cli.progress_view import journal_and_disk
 from services.common.config.loading import save_resolved
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.lock import RunLock
@@ -115,6 +117,38 @@ def test_an_orchestrator_that_is_there_keeps_its_journal(run: Path) -> None:
         with pytest.raises(ConfigError, match="in use by another orchestrator"):
             compact_journal(run, dry_run=False)
         assert say(run, "verify")[0] == 0
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("command", ["repair", "compact"])
+def test_a_run_directory_that_cannot_be_written_is_refused_and_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: int
+) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        if str(path).endswith("orchestrator.lock") and flags & os.O_CREAT:
+            raise OSError(error, os.strerror(error), str(path))
+        return opened(path, flags, *arguments, **named)
+
+    before = {path.name: path.read_bytes() for path in (run / "journal").iterdir()}
+    commands = {
+        "repair": lambda: repair_journal(run, lambda done, total: None, dry_run=False),
+        "compact": lambda: compact_journal(run, dry_run=False),
+    }
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match=r"orchestrator\.lock cannot be written"):
+        commands[command]()
+    assert before.items() <= {path.name: path.read_bytes() for path in (run / "journal").iterdir()}.items()
+
+
+def test_compact_on_a_full_disk_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("services.cli.journal.mending.carry_out", lambda *arguments, **named: full())
+    with pytest.raises(InfrastructureError, match="No space left"):
+        compact_journal(run, dry_run=False)
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ async def test_a_segment_in_which_little_is_needed_is_rewritten(open_journal: Op
     assert journal.damage == [] and facts(tmp_path) == ([], [])
 
 
-@pytest.mark.parametrize("dies_at", ["prepare", "record", "forget", "rename", "index"])
+@pytest.mark.parametrize("dies_at", ["prepare", "record", "rename", "index"])
 @pytest.mark.parametrize("without_index", [False, True])
 async def test_a_process_that_dies_while_rewriting_loses_nothing(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, without_index: bool
@@ -151,8 +151,7 @@ async def test_a_process_that_dies_while_rewriting_loses_nothing(
     places = {
         "prepare": ("services.orchestrator.journal.files.Files.sync", dies),
         "record": ("services.orchestrator.journal.keeper.IndexKeeper.replace", dies),
-        "forget": ("services.orchestrator.journal.compaction.take_place", dies),
-        "rename": ("services.orchestrator.journal.keeper.synchronise_one", dies),
+        "rename": ("services.orchestrator.journal.compaction.take_place", dies),
         "index": ("services.orchestrator.journal.compaction.take_place", lambda *args: (real(*args), dies())),
     }
     with monkeypatch.context() as dying:
@@ -161,6 +160,7 @@ async def test_a_process_that_dies_while_rewriting_loses_nothing(
         with pytest.raises(Exception):  # noqa: B017 - the thread is gone, or the caller hears of it
             await asyncio.to_thread(collect, journal, {}, NEEDED)
     await journal.close()
+    assert NEEDED | {"new"} <= set(left(tmp_path)), "read before the next start"
     if without_index:
         remove_index(tmp_path / INDEX_FILE)
     journal = open_journal()
@@ -185,8 +185,45 @@ async def test_a_reader_finds_records_whose_segment_is_rewritten_under_it(open_j
     assert len(kept) == 2 and all(reader.load(row) for row in kept)
     reader._open_files.clear()  # another reader, with rows that it found before
     assert all(reader.load(row) for row in kept)
+    assert not any(reader.load(row) for row in rows if row not in kept and row.key != "new/0")
+    assert reader.damage() == [], "what was collected is not damaged"
     fresh = list(reader.rows_of(records.TRAJECTORY))
     assert all(reader.load(row) for row in fresh) and len(fresh) == 3
+    reader.close()
+
+
+async def test_a_reader_that_looks_while_a_segment_is_rewritten_finds_what_is_needed(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the old file's places and with the new one's, before and after the rename."""
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    reader = JournalReader(tmp_path)
+    rows = list(reader.rows_of(records.TRAJECTORY))
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        for mine in (reader, JournalReader(tmp_path)):
+            found = [row for row in mine.rows_of(records.TRAJECTORY) if mine.load(row)]
+            seen.append([row.key.partition("/")[0] for row in found])
+            assert all(mine.load(row) for row in rows if row.key.partition("/")[0] in NEEDED)
+            assert mine.damage() == []
+            if mine is not reader:
+                mine.close()
+
+    real = compaction.take_place
+
+    def watched(*args: Any) -> None:
+        look()
+        real(*args)
+        look()
+
+    monkeypatch.setattr(compaction, "take_place", watched)
+    assert collect(journal, {}, NEEDED).rewritten
+    look()
+    assert len(seen) == 6 and all(NEEDED | {"new"} <= set(names) for names in seen)
+    assert seen[-1] == ["g3", "g7", "new"]
     reader.close()
 
 
@@ -341,7 +378,8 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
         world.clock.now += 10.0
         await watch.tick()
     assert len(calls) == 2
-    monkeypatch.setattr(world.journal, "blocked", "0 bytes free")
+    always = property(lambda journal: "0 bytes free", lambda journal, value: None)  # its thread resets it
+    monkeypatch.setattr(Journal, "blocked", always, raising=False)
     world.clock.now += 10.0
     await watch.tick()
     assert len(calls) == 2, "a blocked journal deletes nothing"
