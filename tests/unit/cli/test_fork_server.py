@@ -17,7 +17,7 @@ from services.cli.plan import ProcessSpec, plan
 from services.cli.processes import Processes
 from services.common.config.loading import validate
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+pytestmark = pytest.mark.needs("Linux")  # orphans are adopted there only
 
 MODULE = """
 import os, signal, sys, time
