@@ -195,9 +195,9 @@ def _follow(
                     log.warning("orchestrator.lingers", after_s=FINISH_TIMEOUT_S)
                     break
                 if processes.pids() != pids:
-                    pids = processes.pids()
-                    with suppress(OSError):  # a full disk
+                    with suppress(OSError):  # a full disk: the next look tries again
                         _write_pids(run_dir, processes)
+                        pids = processes.pids()
                 for _ in range(round(POLL_S / WATCH_S)):  # a process that died is started again sooner than people look
                     time.sleep(WATCH_S)
                     processes.watch()
@@ -232,7 +232,9 @@ def _sweep(run_dir: Path) -> None:
 
 
 def _write_pids(run_dir: Path, processes: Processes) -> None:
-    (run_dir / "pids.json").write_text(json.dumps(processes.pids(), indent=1))
+    beside = run_dir / ".pids.json.partial"  # so that nobody reads half a file, and a full disk leaves the one before
+    beside.write_text(json.dumps(processes.pids(), indent=1))
+    beside.replace(run_dir / "pids.json")
 
 
 def _summary(run_dir: Path, launched: dict[str, float]) -> dict[str, Any]:

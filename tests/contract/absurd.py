@@ -173,6 +173,16 @@ ABSURD: dict[str, tuple[Edit, Reason]] = {
     "a role of 1 MB": (field("role", "x" * 1_000_000), Reason.NAME),
     "an empty role": (field("role", ""), Reason.NAME),
     "a role that cannot be printed": (field("role", "agent\n\x1b[2J"), Reason.NAME),
+    "a role that is shown backwards": (field("role", "a\u202eb"), Reason.NAME),
+    "log-probabilities of the environment": (
+        of_segment("logprobs", np.full(2, -1.0, "<f4").tobytes(), 0),
+        Reason.UNREADABLE,
+    ),
+    "kept tokens of the environment": (of_segment("kept", pack([left_out_row([1])] * 2, 2), 0), Reason.UNREADABLE),
+    "two turns with an empty word between": (
+        segments(prompt_of(2), segment_of(NEW_TOKENS), prompt_of(0), segment_of(NEW_TOKENS)),
+        Reason.LENGTH,
+    ),
     "attempt -9": (field("attempt", -9), Reason.NUMBER),
     "attempt 2**31 - 1": (field("attempt", 2**31 - 1), Reason.NUMBER),
     "thread -1": (field("thread", -1), Reason.NUMBER),
@@ -202,5 +212,7 @@ ABSURD: dict[str, tuple[Edit, Reason]] = {
     "an end ten years before the start": (time("finished_at", 1_400_000_000), Reason.TIME),
     "phases by the thousand": (phases(5000), Reason.TIME),
     "a phase with a name of 1 MB": (phases(1, what="x" * 1_000_000), Reason.TIME),
+    "a phase of a version that does not exist": (phases(1, first_version=-(2**62)), Reason.TIME),
+    "2**31 - 1 sends": (lambda found: setattr(found.timing, "num_sends", 2**31 - 1), Reason.TIME),
     "a phase of -5 tokens": (phases(1, num_tokens=-5), Reason.TIME),
 }

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from services.cli.__main__ import app
 from services.cli.checkpoints import found as found_in
 from services.cli.checkpoints.replayable import Recorded
-from services.common.checkpoints.directory import path_of, remove, set_aside
+from services.common.checkpoints.directory import path_of, read_manifest, remove, set_aside
 from services.common.checkpoints.files import Piece, write_bytes, write_safetensors
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredTensor, encode
 from services.common.config.loading import RESOLVED
@@ -131,7 +131,7 @@ def test_what_the_trainer_removes_meanwhile_is_no_damage(
     run_dir: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run goes on beside the command: its next save removes the oldest checkpoint."""
-    read = found_in.read_manifest
+    read = read_manifest
     listed_ones: list[str] = []
 
     def removing(path: Path) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from services.cli.plan import ProcessSpec
 from services.cli.processes import Processes
+from services.cli.run import _write_pids
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.health import is_serving
 
@@ -223,3 +225,24 @@ def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_numb
     wait_until(lambda: "gateway" in processes.watch(), "its leaving again")
     with pytest.raises(InfrastructureError, match="gateway exited with 0"):
         processes.bring_back(["gateway"])
+
+
+def test_a_full_disk_leaves_the_pids_that_were_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(tmp_path, max_restarts=0, stop_grace_s=1.0)
+    _write_pids(tmp_path, processes)
+    written = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        written(path, text[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
+    with pytest.raises(OSError, match="No space"):
+        _write_pids(tmp_path, processes)
+    assert json.loads((tmp_path / "pids.json").read_text()) == {}
+    monkeypatch.undo()
+    monkeypatch.setattr(processes, "pids", lambda: {"one": 1})
+    _write_pids(tmp_path, processes)
+    assert json.loads((tmp_path / "pids.json").read_text()) == {"one": 1}
+    assert not list(tmp_path.glob(".pids*"))

@@ -287,7 +287,7 @@ def test_links_and_files_among_checkpoints_stop_no_save_and_are_not_followed(
 
 def test_a_random_state_of_another_shape_is_a_refusal(copied: Path) -> None:
     """Somebody else's manifest, its digest right: what torch would raise ends no process without a word."""
-    names = {"random_state/0": ["uint8", [3]], "random_state/7": ["float32", []]}
+    names: dict[str, list[Any]] = {"random_state/0": ["uint8", [3]], "random_state/7": ["float32", []]}
     for number, (name, entry) in enumerate(names.items()):
         directory = Path(shutil.copytree(copied, copied.parent / str(number)))
 

@@ -262,12 +262,6 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
-
-
 _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
