@@ -1,14 +1,13 @@
 """What an environment's failure says of the action that met it.
 
 An exception of ``DATA_ERRORS`` comes from the bytes that were given; others (memory, files, peers) from the machine. In a
-world of ours the first is the action's end of the episode, in a user's class it is the class that failed.
+world of ours the first is the action's end of the episode, in a user's class it is the class that failed. Engines' processes
+import this: it imports nothing of the gateway.
 """
 
 from __future__ import annotations
 
 import traceback
-
-from services.envgateway.envs.base import EpisodeLostError
 
 DATA_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
@@ -21,10 +20,6 @@ DATA_ERRORS: tuple[type[Exception], ...] = (
 )
 _SHOWN_CHARS = 500
 _SHOWN_FRAMES = 5
-
-
-class ActionFailedError(EpisodeLostError):
-    """An engine raised at a command. Its game is gone; the process goes on."""
 
 
 def told(error: BaseException) -> str:

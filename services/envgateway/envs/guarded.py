@@ -13,8 +13,8 @@ from typing import Any
 import structlog
 
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.envs.base import EndStatus, Environment, Observation, StepResult
-from services.envgateway.envs.failures import DATA_ERRORS, ActionFailedError, told, trace_of
+from services.envgateway.envs.base import ActionFailedError, EndStatus, Environment, Observation, StepResult
+from services.envgateway.envs.failures import DATA_ERRORS, told, trace_of
 
 log = structlog.get_logger()
 

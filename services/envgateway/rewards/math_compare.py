@@ -13,7 +13,15 @@ from typing import Any
 
 from services.envgateway.rewards.boxed import last_boxed, num_boxes
 from services.envgateway.rewards.exactness import is_merely_near
-from services.envgateway.rewards.math_forms import Span, equations, intervals, other_form, rewritten
+from services.envgateway.rewards.math_forms import (
+    Span,
+    equations,
+    intervals,
+    listed_values,
+    named_values,
+    other_form,
+    rewritten,
+)
 
 _MOST_SPANS = 4
 _Parsed = list[Any]
@@ -52,7 +60,7 @@ class MathComparison:
                 return "near, and not equal"
             if num_boxes(completion) > 1:  # together a set, by Math-Verify
                 return None
-            return other_form(wanted, given) or self._broken_chain(given) or None
+            return other_form(wanted, given) or self._broken_chain(given) or self._exchanged(wanted, given) or None
         if self._same_percent(wanted, given):
             return None
         if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
@@ -77,6 +85,15 @@ class MathComparison:
                 if found and _is_number(found[0]) and end and _is_number(end[0]) and not self.is_equal(end, found):
                     return "an equation that does not hold"
         return ""
+
+    def _exchanged(self, wanted: str, given: str) -> str:
+        """2, 1 for x=1, y=2, as Math-Verify takes both for sets."""
+        if not named_values(wanted):
+            return ""
+        left, right = listed_values(wanted), listed_values(given)
+        if len(left) != len(right) or all(self._same(a, b) for a, b in zip(left, right, strict=True)):
+            return ""
+        return "values of names in another order"
 
     def _same_turned(self, gold: _Parsed, given: str) -> bool:
         """7=x for 7, or for x=7."""

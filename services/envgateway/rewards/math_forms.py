@@ -27,13 +27,30 @@ _POWER = re.compile(
 _MIXED = re.compile(r"(?<![\w.^}\\/+*-])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w./])")
 _THIN_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,; ]|~)\d{3})+(?!\d)")
 _SPACE_GROUPED = re.compile(r"(?:^|(?<=[{$]))\d{1,3}(?: \d{3})+(?=[}$]|$)")  # only as a whole answer
-_ARROW = re.compile(r"\\(?:to|equiv|rightarrow|Rightarrow|implies|longrightarrow|iff|cong)(?![A-Za-z])")
+_ARROW = re.compile(r"\\(?:to|equiv|sim|simeq|rightarrow|Rightarrow|implies|longrightarrow|iff|cong)(?![A-Za-z])")
 _AND = re.compile(r"\\(?:text|mathrm|textrm)\{\s*and\s*\}|\\(?:land|wedge)(?![A-Za-z])|(?<![A-Za-z\\])and(?![A-Za-z])")
 _BUILDER = re.compile(r"\\\{[A-Za-z](?:\\in(?:\\mathbb\{?R\}?|\\R))?(?:\\mid|\\vert|\||:)(.*)\\\}")
+_DEGREE = re.compile(r"\\degree(?![A-Za-z])")
+_UNMEANT = re.compile(
+    r"\\(?:boldsymbol|bm|bf|mathbf)(?![A-Za-z])\s*(?=\{)|\\(?:checkmark|blacksquare|square|qedhere)(?![A-Za-z])"
+)
 _ENDING_POINT = re.compile(r"(?<=\d)\.(?=\s*[}$])")
 _SPACING = re.compile(r"\\(?:left|right|bigl|bigr|Big|big|displaystyle|,|;|!|:|quad|qquad| )|[$~\s]")
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?!\d)")
 _LABEL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z,]+\))?(?:=|\\in)(?=[\[({\\])")
+_RELATION = re.compile(
+    r"(?:\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|ne|neq|neg|lnot|not|lesssim|gtrsim|ll|gg)(?![A-Za-z])"
+    r"|[<>≤≥≠¬])=?"
+)
+_BEGINS = re.compile(rf"^{_RELATION.pattern}|[=,]\s*{_RELATION.pattern}")
+_AND_SO_ON = re.compile(r"\\(?:[lcd]?dots|dots[cbmi])(?![A-Za-z])|\.\.\.|…")
+_AT_LEAST = re.compile(
+    r"(?<![a-z])(?:or\s+(?:more|less|fewer|greater|higher|lower|larger|smaller)|at\s+(?:least|most)|(?:more|less|fewer|greater)"
+    r"\s+than|not)(?![a-z])",
+    re.IGNORECASE,
+)
+_BASED = re.compile(r"(\d{1,300})(?:_\{?(?:\\text\{)?(\d{1,2})\}{0,2})?")
+_ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -43,6 +60,7 @@ def rewritten(text: str) -> str:
     >>> rewritten(r"0.1\overline{6}"), rewritten(r"3.8 \times 10^{3}"), rewritten("1.5e-3"), rewritten("-3 1/2")
     ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
     """
+    text = _UNMEANT.sub("", _DEGREE.sub(r"^\\circ", text))
     text = _THIN_GROUPED.sub(lambda match: re.sub(r"\\[,; ]|~", "", match[0]), text)
     text = _SPACE_GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _ENDING_POINT.sub("", _REPEATING.sub(_as_fraction, text))
@@ -106,7 +124,64 @@ def other_form(truth: str, answer: str) -> str:
         return f"{given} where one value is asked for"
     if {wanted, given} == {Form.SET, Form.ORDERED}:
         return f"{given} where {wanted} is asked for"
-    return ""
+    if wanted is Form.SET and "\\{" in answer and len(split(_plain(answer), ",")) > 1:
+        return "sets where one is asked for"
+    for rule, what in ((_AND_SO_ON, "more than is written"), (_AT_LEAST, "a bound"), (_BEGINS, "a relation")):
+        if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
+            return f"{what} where {wanted} is asked for"
+    if _bases_differ(truth, answer):
+        return "a number in another base"
+    return "values of names in another order" if wanted is Form.ORDERED and _disordered(answer) else ""
+
+
+def _bases_differ(truth: str, answer: str) -> bool:
+    """Whether an answer names a base in which its digits are another number. A base that is not named is the asked one."""
+    asked, named = _BASED.fullmatch(_plain(truth)), _BASED.fullmatch(_plain(answer))
+    if named is None or named[2] is None:
+        return False
+    if asked is not None and asked[2] is not None:
+        return asked[2] != named[2]
+    base = int(named[2])
+    try:
+        return asked is not None and int(named[1], base) != int(named[1])
+    except ValueError:  # no digits of this base
+        return True
+
+
+def named_values(text: str) -> list[tuple[str, str]]:
+    """Names and values of x=1, y=2 in the order of the names; empty for what is no list of them.
+
+    >>> named_values("y=2, x=1"), named_values("1, 2")
+    ([('x', '1'), ('y', '2')], [])
+    """
+    parts = split(_AND.sub(",", _SPACING.sub("", text[:_LONGEST])), ",")
+    found = [match for part in parts if (match := _ASSIGNED.fullmatch(part))]
+    names = {match[1] for match in found}
+    return sorted((match[1], match[2]) for match in found) if len(names) == len(parts) > 1 else []
+
+
+def listed_values(text: str) -> list[str]:
+    """The values of 1, 2 or (1, 2); as names give them, where it has names."""
+    named = named_values(text)
+    if named:
+        return [value for _, value in named]
+    text = _plain(text)
+    if form_of(text) is Form.ORDERED:
+        text = text[1:-1]
+    return split(_AND.sub(",", text), ",")
+
+
+def _worded(text: str) -> str:
+    """Without what stands around: dollars, sizes, the command of a text."""
+    return re.sub(
+        r"\\(?:text|mathrm|textrm|mbox|textbf)\s*\{|[${}~]|\\[,;!: ]|\\(?:left|right)(?![a-z])", " ", text[:_LONGEST]
+    ).strip()
+
+
+def _disordered(answer: str) -> bool:
+    """y=3, x=4: by their names these are (4, 3)."""
+    named = named_values(answer)
+    return bool(named) and not _plain(answer).startswith(named[0][0])
 
 
 def equations(text: str) -> list[list[str]]:

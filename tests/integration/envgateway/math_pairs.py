@@ -12,6 +12,26 @@ from dataclasses import dataclass
 _Lines = tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
 
 TABLE: dict[str, _Lines] = {
+    "bounds and relations": (
+        ("7", ("7", "x=7", r"\approx 7", r"7\text{ more apples}"),
+         (r"\geq 7", r"\le 7", r"\ge7", r"\not=7", r"\ne 7", r"\neq 7", r"\neg 7", ">7", "< 7", "≥7", r"\text{at least }7", r"7\text{ or more}",
+          r"7 \text{ or less}", r"\text{not }7", r"8\sim 7", r"8\simeq 7", r"x\ne 7", r"\text{more than }7", r"\text{fewer than }7", r"7\text{ or fewer}", r"x=\ge 7")),
+        ("3", ("3",), (r"1,\ldots,3", r"\{1,\ldots,3\}", r"3\ldots 5", r"3, \dots", "3...5", r"3\text{ or greater}")),
+        (r"\{1,2\}", (r"\{1,2\}", "1,2"), (r"\{1,2,\ldots\}", r"\{1,2,\dots\}", r"\{1\},\{2\}", r"1,2,\cdots", r"\{1,2,...\}", r"\{1\},2")),
+        ("(3,4)", ("(3,4)", "x=3, y=4", r"x=3\text{ and }y=4"), ("y=3, x=4", r"y=3\text{ and }x=4", "b=3, a=4")),
+        (r"x\ne 2", (r"x\ne 2", r"x\neq 2"), ("2", r"x\ne 3", "x=2")),
+    ),
+    "names and bases": (
+        ("x=1,y=2", ("x=1, y=2", "1,2", "(1,2)", r"x=1\text{ and }y=2"), ("2,1", "x=2,y=1", "y=1,x=2", "(2,1)")),
+        ("11_8", ("11_8", "11", "11_{8}"), ("11_7", "9", "11_{10}", "12_8")),
+        (r"1011_{2}", ("1011_2", "1011"), ("1011_3", "11", "1010_2")),
+        ("11", ("11", "11_{10}"), ("11_2", "11_{8}", "3")),
+        ("7", ("7", "7_8"), ("7_6", "8_9")),
+    ),
+    "marks": (
+        ("7", (r"\boldsymbol{7}", r"\mathbf{7}", r"7 \checkmark", r"7\,\blacksquare"), (r"\boldsymbol{8}", r"8\checkmark")),
+        (r"120^\circ", (r"120\degree", r"120^\circ", r"120^{\circ}"), (r"12\degree", "12")),
+    ),
     "one value": (
         ("7", ("7", "7.0", "+7", "(7)", "07", r"\text{7}", "7.", r"\{7\}", r"\frac{14}{2}", "3+4"),
          ("8", "7.1", "-7", "[7,7]", "(7,7)", "7,7", "7, 8", "[7, 8]", "(6,7)", r"\{7,8\}", "77", r"\frac{7}{2}", "7;7", r"7\text{ and }7", r"7 \text{ or } 8")),

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from services.common.config.environments import WebshopConfig
 from services.envgateway.envs.alfworld.actions import choose
-from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.envs.failures import ActionFailedError
+from services.envgateway.envs.base import ActionFailedError, EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.guarded import GuardedEnvironment
 from services.envgateway.envs.gymnasium import GymnasiumEnvironment
 from services.envgateway.envs.replies import MOST_COMMAND_CHARS, read_action

@@ -55,7 +55,7 @@ class ContentRefusedError(EpisodeLostError):
 
 
 CONTENT_REFUSED = (413, 422)  # too large; not what the protocol has
-_MOST_CHARS = 200_000  # of an action: far above any reply, far below what servers take
+_MOST_CHARS = 100_000  # of an action: far above any reply, far below what servers take
 
 
 def sendable(action: str) -> str:

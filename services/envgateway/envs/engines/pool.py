@@ -21,9 +21,8 @@ from services.common.aio import TaskOwner
 from services.common.config.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.child import Child, ChildDied
-from services.envgateway.envs.base import EpisodeLostError
+from services.envgateway.envs.base import ActionFailedError, EpisodeLostError
 from services.envgateway.envs.engines.process import Answer
-from services.envgateway.envs.failures import ActionFailedError
 from services.envgateway.sandbox.bare import wire
 
 log = structlog.get_logger()

@@ -2,7 +2,8 @@
 
 ``check``'s body is unfolded where that means the same, so that each of its asserts is a case. Functions named ``test...``
 that nothing calls and classes of ``unittest`` are run as pytest would. Every handler of the tests first says that it has
-the exception (``CAUGHT``), so that one which the library swallows is told from one that the tests expect.
+the exception (``CAUGHT``), and says so when it raises it again (``RAISED_AGAIN``); a ``with`` statement says what passes
+it, and has had that only when it ends (``PASSED``). So what the library swallows is told from what the tests expect.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-CAUGHT = "__caught__"
+CAUGHT, RAISED_AGAIN, PASSED = "__caught__", "__raised_again__", "__passed__"
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -47,24 +48,70 @@ def announce_handlers(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(_Announcer().visit(tree))  # type: ignore[no-any-return]
 
 
+def works_in_place(tree: ast.AST, program: set[str]) -> bool:
+    """Whether the tests want something else of a call than its value: they drop it, or ask whether it is None."""
+    parameters = {argument.arg for node in ast.walk(tree) if isinstance(node, ast.arguments) for argument in node.args}
+    made = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _root(node.value) in program
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return any(_wants_no_value(node, program | made, parameters) for node in ast.walk(tree))
+
+
+def _wants_no_value(node: ast.AST, program: set[str], parameters: set[str]) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if (
+            name in parameters
+        ):  # a helper that is given the program
+            return True
+        case ast.Expr(value=ast.Call() | ast.Await() as value):
+            return _root(value) in program
+        case ast.Compare(ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+            return True
+        case ast.BoolOp(op=ast.Or(), values=[ast.Call() as value, *_]):  # candidate(x) or x
+            return _root(value) in program
+        case ast.Attribute(attr="assertIsNone" | "assertIsNotNone"):
+            return True
+    return False
+
+
+def _root(node: ast.AST) -> str:
+    """The first name of a chain of calls, attributes and items."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.Await)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 class _Announcer(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self._num_withs = 0
+
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         self.generic_visit(node)
-        node.body.insert(0, _call_caught())
+        node.body = [_trying([_call(CAUGHT), *node.body], _call(RAISED_AGAIN))]
         return node
 
-    def visit_With(self, node: ast.With) -> ast.AST:
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
         """Its manager may be a handler: ``assertRaises``, ``suppress``."""
         self.generic_visit(node)
-        handler = ast.ExceptHandler(
-            type=ast.Name("BaseException", ast.Load()), name=None, body=[_call_caught(), ast.Raise()]
-        )
-        node.body = [ast.Try(body=node.body, handlers=[handler], orelse=[], finalbody=[])]
-        return node
+        self._num_withs += 1
+        passed = f"__passed_{self._num_withs}__"
+        node.body = [_trying(node.body, _call(PASSED, passed))]
+        return [ast.Assign([ast.Name(passed, ast.Store())], ast.List([], ast.Load())), node, _call(CAUGHT, passed)]
 
 
-def _call_caught() -> ast.stmt:
-    return ast.Expr(ast.Call(ast.Name(CAUGHT, ast.Load()), args=[], keywords=[]))
+def _trying(body: list[ast.stmt], otherwise: ast.stmt) -> ast.stmt:
+    """``otherwise`` is executed for every exception, which is then raised again."""
+    handler = ast.ExceptHandler(type=ast.Name("BaseException", ast.Load()), name=None, body=[otherwise, ast.Raise()])
+    return ast.Try(body=body, handlers=[handler], orelse=[], finalbody=[])
+
+
+def _call(function: str, *names: str) -> ast.stmt:
+    arguments: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+    return ast.Expr(ast.Call(ast.Name(function, ast.Load()), args=arguments, keywords=[]))
 
 
 def _unfolded_main(body: list[ast.stmt]) -> Iterator[ast.stmt]:

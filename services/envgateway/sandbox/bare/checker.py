@@ -60,6 +60,7 @@ def _run_all(request: dict[str, Any], link: Link) -> int:
     namespace = _namespace(request, link)
     index = 0
     tree = ast.parse(request["tests"])
+    link.works_in_place = cases.works_in_place(tree, {*request["remote"], *request["aliases"]})
     flags = compile(request["tests"], _TESTS, "exec", dont_inherit=True).co_flags & _FUTURE_FLAGS
     for statement in cases.statements(tree, request["aliases"]):
         for run in _runs(statement, namespace, flags):
@@ -76,7 +77,10 @@ def _run_all(request: dict[str, Any], link: Link) -> int:
 
 
 def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "__main__", cases.CAUGHT: link.caught}
+    namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "__main__"}
+    namespace |= {cases.CAUGHT: link.caught, cases.RAISED_AGAIN: link.raised_again, cases.PASSED: link.passed}
+    if "__next__" not in request["tests"] + request["preamble"]:  # an iterator of theirs may end by another's end
+        namespace["next"] = link.next
     prelude.fill_tests(namespace, request["prelude"])
     try:
         for name, place in request["supplied"].items():

@@ -1,7 +1,9 @@
 """The program as test code sees it: names and objects of another process, and what that process raises.
 
 Tests call, read, iterate and index an object of the program; each step is a question over the link. They never send a
-value to be compared: an object of the program equals another of the same type and state, and no plain data. What the
+value to be compared: an object of the program equals another of the same type and state, and no plain data. Arithmetic
+with plain data (``answer - 5``) is only for objects that the tests have made of a class by name; any other object would
+be handed what is expected of it, and choose the difference. A number that an object stands for is asked once. What the
 program raises comes back as the nearest built-in exception that it is by identity, but for those that end an iteration,
 which become ``RuntimeError``. A raised exception counts as handled only when a handler of the tests has had it (``caught``):
 what the library or the interpreter swallows, the case still fails by.
@@ -14,6 +16,7 @@ import builtins
 import functools
 import json
 import sys
+import types
 from collections import deque
 from typing import Any
 
@@ -43,9 +46,11 @@ class Link:
         self.num_calls = 0
         self.raised: list[BaseException] = []  # and no handler of the tests has had
         self.ever_raised: list[BaseException] = []
+        self.numbers: dict[tuple[int, str], Any] = {}  # what objects stand for, by their number
         self.unusable = ""  # why the tests cannot judge, where a call of theirs has shown it
         self.keeps_arguments = False  # what the program does to its arguments is not shown to the tests
-        self.changed_arguments = False  # a call that returned a value has changed its arguments
+        self.works_in_place = False  # a call that returns None may be asked to change its arguments
+        self.changed_arguments = False  # a call that was asked for a value has changed its arguments
 
     def __deepcopy__(self, memo: Any) -> Link:
         return self
@@ -63,10 +68,10 @@ class Link:
             self._show_changes(reply, [*args, *kwargs.values()])
         return self._value(reply)
 
-    def caught(self) -> None:
-        """A handler of the tests has the exception that is being handled."""
+    def caught(self, passed: list[BaseException] | None = None) -> None:
+        """The tests have had the exception that is being handled, or those that passed a ``with`` statement."""
         seen: set[int] = set()
-        waiting: list[BaseException | None] = [sys.exc_info()[1]]
+        waiting: list[BaseException | None] = [sys.exc_info()[1]] if passed is None else [*passed]
         while waiting:
             error = waiting.pop()
             if error is None or id(error) in seen:
@@ -74,6 +79,28 @@ class Link:
             seen.add(id(error))
             waiting += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
         self.raised = [error for error in self.raised if id(error) not in seen]
+
+    def raised_again(self) -> None:
+        """A handler of the tests raises again what it has had: somebody else has to handle it."""
+        error = sys.exc_info()[1]
+        if error is not None and any(error is raised for raised in self.ever_raised):
+            self.raised.append(error)
+
+    @staticmethod
+    def passed(by: list[BaseException | None]) -> None:
+        """The exception that is being handled passes a ``with`` statement."""
+        by.append(sys.exc_info()[1])
+
+    def next(self, iterator: Any, *default: Any) -> Any:
+        """The built-in function, but that an end which the tests do not expect fails the case: ``map`` would end by it."""
+        try:
+            return next(iterator)
+        except StopIteration as ended:
+            if default:
+                return default[0]
+            self.raised.append(ended)
+            self.ever_raised.append(ended)
+            raise
 
     def _reply(self, message: dict[str, Any]) -> dict[str, Any]:
         self.num_calls += 1
@@ -83,6 +110,7 @@ class Link:
         if frame is None:
             raise CallFailedError("nobody answers")
         if frame[:1] != b"R":
+            self.numbers.clear()  # the next program counts its objects anew
             raise CallFailedError(frame[1:].decode())
         try:
             reply = plain.parse(frame[1:])
@@ -113,10 +141,10 @@ class Link:
 
     def _show_changes(self, reply: dict[str, Any], sent: list[Any]) -> None:
         """What the program has done to its arguments, done to those of the tests."""
-        if reply.get("value") is not None:
+        if reply.get("value") is not None or not self.works_in_place:
             self.changed_arguments = True
-        if self.keeps_arguments and reply.get("value") is not None:
-            return
+            if self.keeps_arguments:
+                return
         try:
             for index, tree in reply["changed"]:
                 changes.change(sent[index], self._read(tree))
@@ -139,7 +167,7 @@ def _exception(reply: dict[str, Any]) -> Exception:
     return RuntimeError(reply["message"])
 
 
-# What the values of replies are made of: only a program's answer can be one that is too deep to be written.
+# What the values of replies are made of.
 _PLAIN = (
     list,
     tuple,
@@ -155,6 +183,25 @@ _PLAIN = (
     plain.TreeNode,
 )
 _PLAIN_MODULES = ("numpy", "fractions", "decimal")
+# Of the built-in types, those whose values can only be the tests' own.
+_OF_TESTS = (
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    types.ModuleType,
+)
+
+
+def _may_be_of_an_answer(value: Any) -> bool:
+    """Whether tests can have got this from plain data: a program that has answered may be why they have it."""
+    kind = type(value)
+    if isinstance(value, _PLAIN) or kind.__module__ in _PLAIN_MODULES:
+        return True
+    of_a_module = isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType)
+    return kind.__module__ in ("builtins", "itertools") and not isinstance(value, _OF_TESTS) and not of_a_module
 
 
 def outgoing(value: Any, link: Link) -> Any:
@@ -163,7 +210,7 @@ def outgoing(value: Any, link: Link) -> Any:
     def number(remote: Any) -> str:
         if isinstance(remote, Remote):
             return str(remote._number())
-        if isinstance(remote, _PLAIN) or type(remote).__module__ in _PLAIN_MODULES:
+        if link.num_calls and _may_be_of_an_answer(remote):
             raise CallFailedError(f"no reply that could be passed on: a {type(remote).__name__}")
         link.unusable = f"the tests pass a {type(remote).__name__} to the program, which cannot be sent"
         raise UnsendableError(link.unusable)
@@ -177,6 +224,7 @@ class Remote:
     def __init__(self, link: Link, target: dict[str, Any]) -> None:
         self._link = link
         self._target = target
+        self._is_made = False  # by the tests, of a class that they name
 
     def __getattr__(self, name: str) -> Any:
         if name == "__name__" and "name" in self._target:
@@ -201,6 +249,11 @@ class Remote:
 
     def _do(self, what: str, *args: Any) -> Any:
         return self._link.ask({"handle": self._number(), "special": what, "args": outgoing(args, self._link)})
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, Remote):
+            value._is_made = True
+        return value
 
     def _state(self) -> tuple[Any, Any]:
         """The name of the type, and the attributes; None for what has none."""
@@ -239,11 +292,38 @@ def _asking(what: str) -> Any:
     return method
 
 
+def _combining(what: str) -> Any:
+    """An operation with another object, or of an object that the tests have made."""
+
+    def method(self: Remote, other: Any, *more: Any) -> Any:
+        if self._is_made:
+            return self._made(self._do(what, other, *more))
+        return self._do(what, other, *more) if isinstance(other, Remote) else NotImplemented
+
+    return method
+
+
+def _standing_for(what: str) -> Any:
+    """The number that an object stands for: the same whenever it is asked, or it would be chosen for each comparison."""
+
+    def method(self: Remote) -> Any:
+        if self._is_made:
+            return self._do(what)
+        known, key = self._link.numbers, (self._number(), what)
+        if key not in known:
+            known[key] = self._do(what)
+        return known[key]
+
+    return method
+
+
 class _Able(Remote):
     """Everything that an object may be able to do; ``_kind`` takes of it what one is."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._link.call(self._target, args, kwargs)
+        value = self._link.call(self._target, args, kwargs)
+        is_class = str(self._target.get("name", "")).rpartition(".")[2][:1].isupper()
+        return self._made(value) if is_class else value
 
     def __len__(self) -> int:
         try:
@@ -294,9 +374,13 @@ class _Able(Remote):
         return self._ordered("ge", other)
 
 
-for _name in ("int", "float", "index", "abs", "neg", "getitem", "setitem", "delitem", "add", "sub", "mul", "truediv",
-              "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "enter", "exit"):  # fmt: skip
+_COMBINING = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in ("abs", "neg", "getitem", "setitem", "delitem", "enter", "exit"):
     setattr(_Able, f"__{_name}__", _asking(_name))
+for _name in ("int", "float", "index"):
+    setattr(_Able, f"__{_name}__", _standing_for(_name))
+for _name in _COMBINING:
+    setattr(_Able, f"__{_name}__", _combining(_name))
 for _name in ("str", "repr"):
     setattr(Remote, f"__{_name}__", _asking(_name))
 _METHODS = {
@@ -304,8 +388,7 @@ _METHODS = {
     "getitem": ["__getitem__"], "setitem": ["__setitem__"], "delitem": ["__delitem__"], "reversed": ["__reversed__"],
     "lt": ["__lt__", "__le__", "__gt__", "__ge__"], "enter": ["__enter__", "__exit__"], "int": ["__int__"],
     "float": ["__float__"], "index": ["__index__"], "await": ["__await__", "send", "throw", "close"],
-    "number": ["__abs__", "__neg__", *(f"__{name}__" for name in (
-        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"))],
+    "number": ["__abs__", "__neg__", *(f"__{name}__" for name in _COMBINING)],
 }  # fmt: skip
 
 

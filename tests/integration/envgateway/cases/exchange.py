@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from services.envgateway.judge.records import AssertTests, Comparison, ComparisonMode, Verdict
 
+from . import answers
 from .model import RE, WA, Bad, bad
 
 IT = Verdict.INVALID_TESTS
@@ -143,4 +144,4 @@ _BYTES = [
     for mode in (None, ComparisonMode.STRIPPED, ComparisonMode.EXACT)
 ]  # fmt: skip
 
-CASES: list[Bad] = [*_EXCEPTIONS, *_NAMES, *_ARGUMENTS, *_LIARS, *_UNUSABLE, *_BYTES]
+CASES: list[Bad] = [*_EXCEPTIONS, *_NAMES, *_ARGUMENTS, *_LIARS, *_UNUSABLE, *_BYTES, *answers.CASES]
