@@ -115,7 +115,7 @@ def taken(proto: trajectory_pb2.Trajectory) -> Trajectory | None:
 def test_any_record_is_refused_or_trained() -> None:
     seen: Counter[bool] = Counter()
 
-    @settings(max_examples=100)
+    @settings(max_examples=60)
     @given(st.lists(trajectories(), min_size=2, max_size=2))
     def goes_through(protos: list[trajectory_pb2.Trajectory]) -> None:
         records_taken = [taken(proto) for proto in protos]
@@ -123,7 +123,7 @@ def test_any_record_is_refused_or_trained() -> None:
         train(records_taken)
 
     goes_through()
-    assert seen[True] >= 30 and seen[False] >= 30, "a door that takes everything, or nothing, would pass as well"
+    assert seen[True] >= 20 and seen[False] >= 20, "a door that takes everything, or nothing, would pass as well"
 
 
 def train(found: list[Trajectory | None]) -> None:

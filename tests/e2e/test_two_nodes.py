@@ -53,7 +53,10 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
         machines.node1.switch_off()
         goes_on_without_node_1()
         machines.switch_on_node1()
+        run.ask("pause")  # node 0 need not train while node 1 imports and loads
         run.paste()
+        run.wait_for(lambda: run.is_member("a"), "the second joining of node 1")
+        run.ask("resume")
         run.wait_for_more("a", 4)
 
         assert "training" in run.ask("status", "viewer")

@@ -112,10 +112,13 @@ def _write(path: Path, name: str, data: Iterator[memoryview], parts: tuple[Part,
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable, where the file system can sync directories."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not have it
+            raise
     finally:
         os.close(fd)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from services.common.checkpoints.files import Piece, TensorReader, verify_file, write_safetensors
+from services.common.checkpoints.files import (
+    Piece,
+    TensorReader,
+    sync_directory,
+    verify_file,
+    write_safetensors,
+)
 from services.common.checkpoints.manifest import DTYPES, Manifest, StoredTensor, decode, encode
 from services.common.errors import CorruptDataError
 
@@ -128,3 +137,15 @@ def test_the_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
         assert np.array_equal(opened.get_tensor("w"), values.reshape(2, 3))
         assert bytes(opened.get_tensor("b")) == b"abc"
         assert opened.metadata() == {"format": "pt", "run_id": "r"}
+
+
+@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_sync_directories_takes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    def fsync(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if fails else contextlib.nullcontext():
+        sync_directory(tmp_path)
