@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import cases, prelude, program
+from . import broadcasts, cases, prelude, program
 from .remote import CallFailedError, Link, UnsendableError, named
 
 _TESTS = "<tests>"
@@ -82,6 +82,12 @@ def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
     if "__next__" not in request["tests"] + request["preamble"]:  # an iterator of theirs may end by another's end
         namespace["next"] = link.next
     prelude.fill_tests(namespace, request["prelude"])
+    if (
+        "numpy" in (code := request["tests"] + request["preamble"])
+        or "numpy" in request["supplied"].values()
+        or "np." in code
+    ):
+        broadcasts.refuse_empty()
     try:
         for name, place in request["supplied"].items():
             module, _, attribute = place.partition(":")

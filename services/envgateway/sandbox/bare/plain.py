@@ -28,6 +28,8 @@ from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
+from . import broadcasts
+
 MAX_DEPTH = 200
 _decode = json.JSONDecoder().decode  # held here, for the same reason as the quote above
 _SMALL = 1 << 53
@@ -262,12 +264,6 @@ _READ: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@functools.lru_cache(maxsize=64)
-def _named(name: str, fields: tuple[str, ...]) -> Any:
-    """One type for all named tuples of a name and fields."""
-    return namedtuple(name, fields)
-
-
 _READ_ALL: dict[str, Callable[[list[Any]], Any]] = {
     "l": list,
     "t": tuple,
@@ -291,7 +287,7 @@ def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
     if kind[1:2] not in "biufcU" or (kind[1:2] != "U" and int(kind[2:]) > 16):
         raise ValueError(f"an array of {kind!r} is no plain data")
     made = numpy.array(values) if kind[1:2] == "U" else numpy.array(values, dtype=numpy.dtype(kind))
-    return made.reshape(shape)
+    return made.reshape(shape) if made.size else broadcasts.empty(made.reshape(shape))
 
 
 def from_tree(tree: Any, resolve: Callable[..., Any] | None = None, nodes: bool = False) -> Any:

@@ -107,4 +107,22 @@ _DROPS_OUT = [
     )
 ]  # fmt: skip
 
-CASES: list[Bad] = [*_EMPTIED, *_DROPS_OUT, *_LEAKS, *_SWALLOWED]
+_BAG = "class L:\n    def __init__(self, n, true=True): self.n, self.true = n, true\n    def __len__(self): return self.n\n    def __iter__(self): return iter(())\n    def __bool__(self): return self.true\ndef f(n): return "  # fmt: skip
+_EMPTY = [
+    bad(63, f"is-empty-{name}", code, WA, RE, tests=_asserts(tests))
+    for name, code, tests in (
+        ("of-a-length", _BAG + "L(3)", "for n in [3]:\n    r = candidate(n)\n    assert len(r) == 3 and all(x in (7, 8, 9) for x in r)"),
+        ("of-a-length-reversed", _BAG + "L(3)\nL.__reversed__ = L.__iter__", "for n in [3]:\n    r = candidate(n)\n    assert len(r) == 3 and all(x > 7 for x in reversed(r))"),
+        ("and-true", _BAG + "L(0)", "for n in [3]:\n    r = candidate(n)\n    assert r and all(x in (7, 8, 9) for x in r)"),
+        ("and-counted-the-same", _BAG + "L(2)", _TESTS_CASE + "self.assertCountEqual(candidate(3), [1, 2])"),
+        ("list-near-a-number", "def f(n): return []", "import numpy as np\nassert np.allclose(candidate(3), 5.0)"),
+        ("tuple-near-a-list-of-one", "def f(n): return ()", "from numpy import allclose\nassert allclose(candidate(3), [5.0])"),
+        ("array-near-a-row", "import numpy as np\ndef f(n): return np.empty((0, 3))", "assert np.allclose(candidate(3), [1, 2, 3])"),
+        ("array-equal-to-a-number", "import numpy as np\ndef f(n): return np.array([])", "import numpy as np\nassert (candidate(3) == 5).all()"),
+        ("array-equal-to-a-row", "import numpy as np\ndef f(n): return np.empty((0, 2))", "import numpy as np\nassert (np.array([1, 2]) == candidate(3)).all()"),
+        ("list-close", "def f(n): return []", "import numpy as np\nassert np.isclose(candidate(3), 5.0).all()"),
+        ("list-in-numpys-tests", "def f(n): return []", "import numpy as np\nfor n in [3]:\n    np.testing.assert_allclose(candidate(n), 5.0)\n    assert n"),
+    )
+]  # fmt: skip
+
+CASES: list[Bad] = [*_EMPTY, *_EMPTIED, *_DROPS_OUT, *_LEAKS, *_SWALLOWED]

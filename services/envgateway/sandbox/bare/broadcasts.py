@@ -1,0 +1,73 @@
+"""Comparisons of numpy in which an empty answer does not vanish.
+
+An empty array compared with a number, or with an array of one row, is broadcast to nothing, and all of nothing is true:
+``np.allclose([], 5)``, ``(answer == 5).all()``. In the tests' interpreter, two sides of which only one is empty are unequal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def refuse_empty() -> None:
+    """In this process, for ``allclose``, ``isclose`` and ``numpy.testing``."""
+    import numpy
+    import numpy.testing as testing
+
+    numpy.allclose = _unequal(numpy.allclose, lambda: False)
+    numpy.isclose = _unequal(numpy.isclose, lambda: numpy.bool_(False))
+    for name in (
+        "assert_allclose",
+        "assert_array_equal",
+        "assert_array_almost_equal",
+        "assert_equal",
+        "assert_almost_equal",
+    ):
+        setattr(testing, name, _unequal(getattr(testing, name), _fail))
+
+
+def is_lost(left: Any, right: Any) -> bool:
+    """Whether exactly one side has no values."""
+    import numpy
+
+    try:
+        return (numpy.size(left) == 0) is not (numpy.size(right) == 0)
+    except ValueError:  # a ragged list: not for us to say
+        return False
+
+
+def empty(array: Any) -> Any:
+    """The same empty array, that equals none which is not empty."""
+    return array.view(_empty_type())
+
+
+def _unequal(function: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
+    def compare(*sides: Any, **named: Any) -> Any:
+        return otherwise() if len(sides) > 1 and is_lost(*sides[:2]) else function(*sides, **named)
+
+    return compare
+
+
+def _fail() -> Any:
+    raise AssertionError("one side has no values")
+
+
+def _empty_type() -> Any:
+    import numpy
+
+    global _Empty
+    if _Empty is None:
+
+        class Empty(numpy.ndarray):
+            def __eq__(self, other: object) -> Any:
+                return numpy.bool_(False) if is_lost(self, other) else numpy.asarray(self) == numpy.asarray(other)
+
+            def __ne__(self, other: object) -> Any:
+                return numpy.bool_(True) if is_lost(self, other) else numpy.asarray(self) != numpy.asarray(other)
+
+        _Empty = Empty
+    return _Empty
+
+
+_Empty: Any = None
