@@ -37,6 +37,7 @@ RIGHT = {
     "array": ("import numpy as np\ndef f(n): return np.arange(n)", "assert (candidate(3) == [0, 1, 2]).all() and candidate(3).shape == (3,)"),
     "array, allclose": ("import numpy as np\ndef f(n): return np.arange(n) / 2", "import numpy as np\nassert np.allclose(candidate(3), [0, .5, 1])"),
     "array, empty": ("import numpy as np\ndef f(n): return np.empty((0, n))", "import numpy as np\nr = candidate(3)\nassert r.shape == (0, 3) and (r == np.empty((0, 3))).all() and np.allclose(r, r) and np.isclose(a=1.0, b=1.0) and np.array_equal(r, np.empty((0, 3)))"),
+    "array, empty argument": ("import numpy as np\ndef f(x): return x if (x == 5).all() and (x == 5).shape == (0,) else None", "import numpy as np\nr = candidate(np.array([]))\nassert type(r).__name__ == 'ndarray' and r.size == 0 and candidate(r).size == 0"),
     "its own container": ("class L:\n    def __init__(self, n): self.n = n\n    def __len__(self): return self.n\n    def __iter__(self): return iter(range(self.n))\ndef f(n): return L(n)", "r = candidate(3)\nassert r and len(r) == 3 and list(r) == [0, 1, 2] and not candidate(0) and sorted(r) == [0, 1, 2]"),
     "deque": ("from collections import deque\ndef f(n): return deque(range(n))", "from collections import deque\nassert candidate(2) == deque([0, 1])"),
     "generator": ("def f(n):\n    for i in range(n): yield i", "assert list(candidate(3)) == [0, 1, 2]"),

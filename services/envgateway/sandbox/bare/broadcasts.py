@@ -10,8 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def refuse_empty() -> None:
-    """In this process, for ``allclose``, ``isclose`` and ``numpy.testing``."""
+def refuse_empty(uses_numpy: bool) -> None:
+    """In this process, for arrays of answers; with ``uses_numpy`` also ``allclose``, ``isclose`` and ``numpy.testing``."""
+    global _refuses
+    _refuses = True
+    if not uses_numpy:
+        return
     import numpy
     import numpy.testing as testing
 
@@ -38,8 +42,8 @@ def is_lost(left: Any, right: Any) -> bool:
 
 
 def empty(array: Any) -> Any:
-    """The same empty array, that equals none which is not empty."""
-    return array.view(_empty_type())
+    """The same empty array, that equals none which is not empty; unchanged in a program's process."""
+    return array.view(empty_type()) if _refuses else array
 
 
 def _unequal(function: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
@@ -53,7 +57,8 @@ def _fail() -> Any:
     raise AssertionError("one side has no values")
 
 
-def _empty_type() -> Any:
+def empty_type() -> Any:
+    """A type that is called like its base."""
     import numpy
 
     global _Empty
@@ -66,8 +71,10 @@ def _empty_type() -> Any:
             def __ne__(self, other: object) -> Any:
                 return numpy.bool_(True) if is_lost(self, other) else numpy.asarray(self) != numpy.asarray(other)
 
+        Empty.__name__, Empty.__module__ = "ndarray", "numpy"
         _Empty = Empty
     return _Empty
 
 
 _Empty: Any = None
+_refuses = False

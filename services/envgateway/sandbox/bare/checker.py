@@ -82,12 +82,8 @@ def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
     if "__next__" not in request["tests"] + request["preamble"]:  # an iterator of theirs may end by another's end
         namespace["next"] = link.next
     prelude.fill_tests(namespace, request["prelude"])
-    if (
-        "numpy" in (code := request["tests"] + request["preamble"])
-        or "numpy" in request["supplied"].values()
-        or "np." in code
-    ):
-        broadcasts.refuse_empty()
+    code = request["tests"] + request["preamble"]
+    broadcasts.refuse_empty("numpy" in code or "numpy" in request["supplied"].values())
     try:
         for name, place in request["supplied"].items():
             module, _, attribute = place.partition(":")

@@ -181,7 +181,11 @@ class _Writer:
             self._write_all("q", deque.__iter__(value), depth)
         elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic):
             self._write(value.item(), depth + 1)
-        elif module == "numpy" and kind is sys.modules["numpy"].ndarray and value.dtype.kind in "biufcU":
+        elif (
+            module == "numpy"
+            and kind in (sys.modules["numpy"].ndarray, broadcasts.empty_type())
+            and value.dtype.kind in "biufcU"
+        ):
             if value.dtype.itemsize > 16 and value.dtype.kind != "U":  # wider than Python's own numbers
                 return False
             shape = ",".join(map(int.__repr__, value.shape))

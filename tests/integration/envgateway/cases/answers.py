@@ -120,6 +120,8 @@ _EMPTY = [
         ("array-near-a-row", "import numpy as np\ndef f(n): return np.empty((0, 3))", "assert np.allclose(candidate(3), [1, 2, 3])"),
         ("array-equal-to-a-number", "import numpy as np\ndef f(n): return np.array([])", "import numpy as np\nassert (candidate(3) == 5).all()"),
         ("array-equal-to-a-row", "import numpy as np\ndef f(n): return np.empty((0, 2))", "import numpy as np\nassert (np.array([1, 2]) == candidate(3)).all()"),
+        ("array-equal-without-import", "import numpy as np\ndef f(n): return np.array([])", "for n in [3]:\n    assert (candidate(n) == 5).all()"),
+        ("array-handed-back", "import numpy as np\ndef f(n): return np.array([])", "for n in [3]:\n    assert (candidate(candidate(n)) == 5).all()"),
         ("list-close", "def f(n): return []", "import numpy as np\nassert np.isclose(candidate(3), 5.0).all()"),
         ("list-in-numpys-tests", "def f(n): return []", "import numpy as np\nfor n in [3]:\n    np.testing.assert_allclose(candidate(n), 5.0)\n    assert n"),
     )
