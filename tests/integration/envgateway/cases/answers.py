@@ -43,6 +43,15 @@ _LEAKS = [
         ("greater", _TESTS_CASE + f"self.assertGreater(candidate(3), {SECRET})"),
     )
 ]
+_MADE = "class Z:\n    def __add__(self, other): return 0\n    __sub__ = __rsub__ = __add__\nclass V:\n    def __init__(self, x): pass\n    def norm(self): return Z()\ndef f(n): return Z()"  # fmt: skip
+_LEAKS += [
+    bad(63, f"is-never-handed-what-is-expected-{name}", _MADE, WA, RE, tests=AssertTests(tests=tests, entry_point="f", names=("V",)))
+    for name, tests in (
+        ("by-a-method", "for n in [3]:\n    assert abs(V(n).norm() - 5.0) < 1e-6"),
+        ("reflected", "for n in [3]:\n    assert abs(5.0 - candidate(n)) < 1e-6"),
+        ("in-place", "left = 5\nfor n in [3]:\n    left -= candidate(n)\nassert left == 0"),
+    )
+]  # fmt: skip
 _CHOSEN = "class X:\n    asked = -1\n    def __float__(self):\n        X.asked += 1\n        return [1.0, -0.25][X.asked % 2]\nheld = X()\ndef f(xs): return held"  # fmt: skip
 _ROOT = "def poly(xs, x): return xs[0] * math.pow(x, 0) + xs[1] * math.pow(x, 1)\nfor xs in [[0, 4], [1, 8]]:\n    x = float(candidate(xs))\n    assert abs(poly(xs, candidate(xs))) < 1e-4 and x != -0.125"  # fmt: skip
 _LEAKS.append(bad(63, "another-number-each-time", _CHOSEN, WA, RE, tests=_asserts("import math\n" + _ROOT)))
