@@ -144,7 +144,8 @@ class ForkServer:
             return None
 
     def stop(self) -> None:
-        self._process.kill()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # and what it was about to start: nobody knows its pid
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(BrokenPipeError):

@@ -27,11 +27,13 @@ ADOPTED_WITHIN_S = 5.0
 def main(modules: list[str]) -> None:
     """Serve until the end of the input."""
     die_with_parent_if_asked()
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a module prints while it is imported is no answer
     for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
-    _answer({"ready": True})
+    _answer(answers, {"ready": True})
     for line in iter(sys.stdin.readline, ""):
         asked = json.loads(line)
         between = os.fork()
@@ -40,24 +42,25 @@ def main(modules: list[str]) -> None:
             continue
         child = os.fork()
         if child:
-            _answer({"pid": child})
+            _answer(answers, {"pid": child})
             os._exit(0)
+        os.close(answers)  # the launcher sees the end of this server where no other process holds it
         _become(asked)
         return
 
 
-def _answer(answer: dict[str, Any]) -> None:
-    os.write(1, json.dumps(answer).encode() + b"\n")
+def _answer(answers: int, answer: dict[str, Any]) -> None:
+    os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
 def _become(asked: dict[str, Any]) -> None:
     """Run the module as ``python -m`` would in a process of its own; returns when it does."""
-    os.setsid()
     deadline = time.monotonic() + ADOPTED_WITHIN_S
     while os.getppid() != asked["parent"]:
         if time.monotonic() > deadline:
             os._exit(os.EX_TEMPFAIL)  # the launcher is gone
         time.sleep(0.001)
+    os.setsid()  # only now: until the launcher is told the pid, it ends this process with the server's group
     output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -66,6 +69,8 @@ def _become(asked: dict[str, Any]) -> None:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(asked["environment"])
+    if os.environ.get("PYTHONUNBUFFERED"):  # which the interpreter has read when it started
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [asked["module"], *asked["arguments"]]
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
 

@@ -238,6 +238,9 @@ class Task:
     data: Mapping[str, Any]
 
 
+LEAST_TRAINED_TEMPERATURE = 1e-6  # below it the distribution that tokens are drawn from is that of greedy ones
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. ``temperature == 0`` is greedy."""

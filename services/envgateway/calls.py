@@ -17,11 +17,23 @@ THREADS = DaemonThreads(64)  # of the whole process; what runs in them is mostly
 
 
 async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that it holds nobody up, even when it never returns."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(*arguments)
-    result = await THREADS.run(function, *arguments)
-    return await result if inspect.isawaitable(result) else result
+    """Await an async function; run a plain one in a thread, so that it holds nobody up, even when it never returns.
+
+    Raises:
+        RuntimeError: it raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(*arguments)
+        result = await THREADS.run(function, *arguments)
+        return await result if inspect.isawaitable(result) else result
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # its caller has given up
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(slots=True)

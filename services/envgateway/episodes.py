@@ -30,6 +30,8 @@ from services.common.errors import (
 )
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.failures import told, trace_of
+from services.envgateway.envs.results import checked_observation, checked_result
 
 log = structlog.get_logger()
 
@@ -185,9 +187,7 @@ class EpisodeManager:
     async def _begin(self, key: str, name: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
         environment = self._environments.build(name)
         try:
-            observation = await self._within_deadline(
-                call_plain_or_async(environment.reset, task, seed), f"{name}.reset"
-            )
+            observation = await self._within_deadline(_reset(environment, task, seed), f"{name}.reset")
         except BaseException:
             await self._close_environment(environment)
             raise
@@ -203,9 +203,7 @@ class EpisodeManager:
 
     async def _take_turn(self, episode: _Episode, action: str) -> StepResult:
         try:
-            result: StepResult = await self._within_deadline(
-                call_plain_or_async(episode.environment.step, action), "step"
-            )
+            result = await self._within_deadline(_step(episode.environment, action), "step")
         except EpisodeLostError as error:
             self._lost[episode.id] = f"it was lost: {error.message}"
             while len(self._lost) > _REMEMBERED_LOSSES:
@@ -229,8 +227,8 @@ class EpisodeManager:
         except TimeoutError as error:
             raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
         except Exception as error:  # a user's environment may raise anything: told, counted, and never a reward
-            log.warning("environment.failed", what=what, exc_info=error)
-            raise _EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}") from error
+            log.warning("environment.failed", what=what, error=told(error), trace=trace_of(error))
+            raise _EnvironmentFailed(f"{what} raised {told(error)}") from error
 
     async def _end(self, episode: _Episode, why: str) -> None:
         if self._episodes.pop(episode.id, None) is None:
@@ -251,6 +249,14 @@ class EpisodeManager:
 
 class _EnvironmentFailed(EpisodeLostError):
     """The environment is in no state to go on."""
+
+
+async def _reset(environment: Environment, task: Mapping[str, Any], seed: int) -> Observation:
+    return checked_observation(await call_plain_or_async(environment.reset, task, seed))
+
+
+async def _step(environment: Environment, action: str) -> StepResult:
+    return checked_result(await call_plain_or_async(environment.step, action))
 
 
 async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:

@@ -7,7 +7,6 @@ A gateway that cannot be reached, a grader that failed, a sandbox whose machiner
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -40,6 +39,7 @@ EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the t
 CAPACITY_WAIT_S = 120.0
 JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway gives up by itself then
 DEFAULT_RETRY_S = 0.5
+MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
 
 _STATUS = {
     environment_pb2.EXECUTION_STATUS_OK: ExecutionStatus.OK,
@@ -194,8 +194,12 @@ class GatewayClient:
 
 
 def _encodable(text: str) -> str:
-    """A policy can write lone surrogates (through JSON escapes), which are no Unicode text: replace them."""
-    with contextlib.suppress(UnicodeEncodeError):
-        text.encode()
-        return text
-    return text.encode(errors="replace").decode()
+    """Text as a message can carry it, whatever a policy wrote: that it cannot be sent would be another try for it.
+
+    A policy can write lone surrogates (through JSON escapes), which are no Unicode text: they are replaced. What is longer
+    than ``MOST_TEXT_BYTES`` is cut.
+    """
+    encoded = text.encode(errors="replace")
+    if len(encoded) > MOST_TEXT_BYTES:
+        return encoded[:MOST_TEXT_BYTES].decode(errors="ignore")
+    return encoded.decode()

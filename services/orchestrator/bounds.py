@@ -22,7 +22,16 @@ from services.common import kept_tokens
 from services.common.config.recipe import Recipe
 from services.common.refusals import RefusalReason as Reason
 from services.common.rpc.limits import limit_of
-from services.common.types import Logprobs, Purpose, Segment, Sequence, TaskGroupOrder, TokenSource, Trajectory
+from services.common.types import (
+    LEAST_TRAINED_TEMPERATURE,
+    Logprobs,
+    Purpose,
+    Segment,
+    Sequence,
+    TaskGroupOrder,
+    TokenSource,
+    Trajectory,
+)
 from services.orchestrator.groups import GroupBy, group_key
 from services.orchestrator.record_facts import (
     RecordRefusedError,
@@ -36,7 +45,7 @@ from services.orchestrator.record_facts import (
 MOST_REWARD = 1e6
 LEAST_LOGPROB = -1e5  # the logits of a model, over the smallest temperature that anybody samples at
 MOST_LOGPROB = 1e-2  # above 0 by the rounding of an engine that computes in half precision
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100.0
+MOST_TEMPERATURE = 100.0
 MOST_SEQUENCES = 1024  # of a trajectory; more where workflow.settings.max_sequences says so
 MOST_SEGMENTS = 8192  # of a sequence
 EMPTY_SEGMENTS = 16  # of them without a token
@@ -265,11 +274,11 @@ def _check_logprobs(arrays: list[Logprobs], reason: Reason, what: str) -> None:
 def _check_trained(segment: Segment, name: str, bounds: PolicyBounds, order: TaskGroupOrder) -> None:
     """Whether these tokens can be trained: under the distribution that they were drawn from, with or without a teacher."""
     temperature = segment.temperature
-    if temperature is not None and temperature < LEAST_TEMPERATURE:
+    if temperature is not None and temperature < LEAST_TRAINED_TEMPERATURE:
         refuse(
             Reason.TEMPERATURE,
             f"a segment of {name}: its temperature is {temperature}; what is trained is sampled at "
-            f"{LEAST_TEMPERATURE:g} or more",
+            f"{LEAST_TRAINED_TEMPERATURE:g} or more",
         )
     if segment.kept:
         try:

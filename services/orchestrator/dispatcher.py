@@ -36,6 +36,10 @@ from services.orchestrator.versions import VersionLedger
 
 log = structlog.get_logger()
 
+MOST_CANCELLED = (
+    512  # task groups of an earlier run or process, at once: half of the commands that a stream has room for
+)
+
 
 class Dispatcher:
     def __init__(
@@ -288,10 +292,13 @@ class Dispatcher:
     def adopt(self, replica: Replica, task_group_ids: Iterable[str]) -> None:
         """Task groups that a replica was given, says it is playing, and nobody else plays are its own again; those that are
         not wanted any more it may stop."""
+        num_cancelled = 0
         for name in task_group_ids:
             group = self._groups.get(name)
             if group is None or group.complete:
-                self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
+                if num_cancelled < MOST_CANCELLED:  # the others end by themselves
+                    self._pool.send(replica, CancelGroup(name, "nothing of it is wanted any more"))
+                num_cancelled += 1
             elif name in self._orphans and group.was_given_to(replica.key):
                 del self._orphans[name]
                 group.num_lost = max(0, group.num_lost - 1)  # nobody was lost: only the link to it was, for a while

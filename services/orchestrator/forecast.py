@@ -66,17 +66,21 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 def bytes_below(directory: Path) -> int:
-    """Bytes that all files below a directory take on the disk; what vanishes meanwhile is passed over."""
+    """Bytes that all files below a directory take on the disk, without what vanishes meanwhile or cannot be read."""
     total = 0
     waiting = [str(directory)]
     while waiting:
         try:
             with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        total += 512 * entry.stat(follow_symlinks=False).st_blocks
-        except FileNotFoundError:
+                found = list(entries)
+        except OSError:
             continue
+        for entry in found:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
+            except OSError:
+                continue
     return total

@@ -19,6 +19,7 @@ from services.orchestrator.mailbox import Mailbox
 
 REJOIN_S = 4.0  # a replica that lives tries to rejoin within a fraction of a second, and reports every 2 s
 MOST_MET = 65_536  # incarnations that are remembered
+SPARE_COMMANDS = 1024  # on their way to a replica beside the orders that it has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class ReplicaPool:
             replica = self._admit(hello.replica_id, hello.incarnation)
         if replica.mailbox is not None:
             replica.mailbox.close(SupersededError("the same replica opened a newer stream"))
-        replica.mailbox = Mailbox()
+        replica.mailbox = Mailbox(SPARE_COMMANDS + hello.num_slots)  # an order for each slot, at most
         replica.silent_since = None
         replica.num_slots = hello.num_slots
         replica.held = dict(hello.held)

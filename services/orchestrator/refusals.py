@@ -49,7 +49,9 @@ class Refusals:
         """A record was not taken."""
         self._counters[counter_of(refusal.reason)] += 1
         now = self._clock()
-        sender = replica_id[:MOST_SHOWN] if len(self._streaks) < MOST_SENDERS else OTHERS
+        sender = replica_id[:MOST_SHOWN]
+        if sender not in self._streaks and len(self._streaks) >= MOST_SENDERS:
+            sender = OTHERS
         streak = self._streaks.setdefault(sender, Streak(0, now, now, refusal))
         streak.number += 1
         streak.newest, streak.last = now, refusal

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import structlog
 
+from services.common.errors import InfrastructureError
 from services.orchestrator import forecast
 from services.orchestrator.forecast import DiskForecast
 from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
@@ -201,13 +202,21 @@ class Watch:
     async def _collect(self) -> None:
         """Where the recipe asks for it, delete trajectories that no replay can need."""
         ring = self._ring
-        if ring.recipe.orchestrator.retention != "needed":
+        if ring.recipe.orchestrator.retention != "needed" or ring.journal.blocked:
             return
         steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in ring.trainers}
         if len(steps) < len(ring.trained_ledgers) or steps == self._collected_step:
             return
+        current = ring.journal.current_segments()
         live = set(ring.groups) | ring.experience.buffered_groups() | ring.evaluations.group_ids()
-        found = await asyncio.to_thread(collect, ring.journal, steps, live)
+        try:
+            found = await asyncio.to_thread(collect, ring.journal, steps, live, current=current)
+        except (
+            OSError,
+            InfrastructureError,
+        ) as error:  # no room for what makes room, or a disk that fails: later again
+            log.warning("journal.not_collected", reason=str(error))
+            return
         if len(found.rewritten) < MOST_REWRITTEN:  # else there may be more
             self._collected_step = steps
         if found.removed or found.rewritten:

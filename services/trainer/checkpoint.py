@@ -145,7 +145,7 @@ class Checkpoints:
     def _prepare(self, partial: Path, model: PolicyModel) -> str:
         if self._ranks.is_first:
             for left_over in names.leftovers(self._directory):  # a process died while writing it
-                shutil.rmtree(left_over)
+                names.sweep(left_over)
             partial.mkdir(parents=True)
             needed = _STATES_PER_WEIGHT * sum(p.numel() * p.element_size() for p in model.parameters())
             free = shutil.disk_usage(partial).free
@@ -319,8 +319,10 @@ class Checkpoints:
                     f"{path} belongs to {key} {getattr(manifest, key)!r}, not to {mine!r}: remove it, or use another "
                     "run directory"
                 )
-        stored = {name: each for name, each in manifest.tensors.items() if not name.startswith(RANDOM_STATE)}
+        stored = manifest.tensors
         own = state.expected(model, optimizer, stored)
+        generator = next(iter(state.describe(state.random_state(self._ranks)).values()))
+        own |= {name: generator for name in stored if name.startswith(RANDOM_STATE)}  # of any number of ranks
         wrong = [name for name in sorted({*stored, *own}) if stored.get(name) != own.get(name)]
         if wrong:
             first = next((name for name in wrong if name.startswith(WEIGHTS)), wrong[0])

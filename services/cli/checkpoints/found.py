@@ -108,7 +108,9 @@ def find(run_dir: Path, *, verify: bool, progress: Progress = lambda _: None) ->
         recorded = Recorded.read(run_dir, policy, min(standing, default=0))
         for step, path in listed:
             set_aside = "" if step in standing and path == path_of(path.parent, step) else reason_of(path)
-            yield _look(policy, step, path, set_aside, recorded, verify, progress)
+            found = _look(policy, step, path, set_aside, recorded, verify, progress)
+            if path.exists():  # else: the trainer of a running run has removed it meanwhile
+                yield found
 
 
 def _look(

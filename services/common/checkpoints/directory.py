@@ -8,6 +8,7 @@ step_000010.damaged      set aside because it was not what had been written; nev
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -93,8 +94,9 @@ def set_aside(path: Path, reason: str) -> Path:
             break
         target = path.with_name(f"{path.name}{DAMAGED}-{number}")
     os.rename(path, target)
-    (target / REASON).write_text(f"{reason}\n")
     sync_directory(path.parent)
+    with contextlib.suppress(OSError):  # a full disk, say: the log has the reason, too
+        (target / REASON).write_text(f"{reason}\n")
     return target
 
 
@@ -110,7 +112,16 @@ def remove(path: Path) -> None:
     """Remove a checkpoint; one that is only partly removed does not count as one."""
     doomed = path.with_name(f"{path.name}{REMOVED}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(OSError):  # swept by the next save
+        sweep(doomed)
+
+
+def sweep(path: Path) -> None:
+    """Remove what ``leftovers`` has found; of a link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def leftovers(directory: Path) -> Iterator[Path]:

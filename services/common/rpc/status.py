@@ -127,5 +127,7 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) ->
 
 
 def _cut(text: str, size_bytes: int) -> str:
-    encoded = text.encode(errors="replace")
-    return text if len(encoded) <= size_bytes else encoded[:size_bytes].decode(errors="ignore") + "..."
+    encoded = text.encode(errors="replace")  # a message carries no lone surrogates
+    if len(encoded) <= size_bytes:
+        return encoded.decode()
+    return encoded[:size_bytes].decode(errors="ignore") + "..."

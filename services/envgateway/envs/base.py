@@ -68,6 +68,10 @@ class EpisodeLostError(InfrastructureError):
     """What held the episode is gone or in no state to go on: no turn of it can be taken again."""
 
 
+class ActionFailedError(EpisodeLostError):
+    """An engine raised at a command. Its game is gone; the process goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentContext:
     """What the gateway lends to environments."""

@@ -19,6 +19,8 @@ from typing import Any
 
 from services.envgateway.envs.base import EndStatus, Environment, EnvironmentContext, Observation, StepResult
 
+_MOST_DIGITS = 18
+
 
 def is_gymnasium_style(factory: Any) -> bool:
     """Whether ``reset`` takes ``options``, as gymnasium's does and ours does not."""
@@ -51,7 +53,8 @@ class GymnasiumEnvironment:
         num_actions = getattr(getattr(self._inner, "action_space", None), "n", None)
         if num_actions is not None:
             numbers = re.findall(r"\d+", action)
-            if not numbers or int(numbers[-1]) >= num_actions:
+            # Python refuses to read thousands of digits: so many are no action of a space that counts.
+            if not numbers or len(numbers[-1]) > _MOST_DIGITS or int(numbers[-1]) >= num_actions:
                 return StepResult(
                     observation=f"The action must be a whole number from 0 to {num_actions - 1}.",
                     metrics={"invalid_actions": 1.0},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from services.common.errors import ConfigError, UnknownEnvironmentError
 from services.common.importing import load_object
 from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, IndexedWorld, World
+from services.envgateway.envs.guarded import GuardedEnvironment
 from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
 from services.envgateway.envs.rooms.environment import RoomsEnvironment
 from services.envgateway.envs.single_step import SingleStep
@@ -34,6 +36,7 @@ class EnvironmentRegistry:
         self._context = context
         self._factories = dict(ENVIRONMENTS)
         self._worlds: dict[str, World] = {}
+        self._failed_actions: Counter[str] = Counter()
         self._absent: dict[str, str] = {}
         for name, world in (worlds or {}).items():
             if isinstance(world, str):
@@ -43,6 +46,11 @@ class EnvironmentRegistry:
         for name, path in paths.items():
             self._factories[name] = _load(name, path)
             self._worlds.pop(name, None)  # a recipe's own goes before ours
+        ours = {
+            *ENVIRONMENTS,
+            *(name for name, world in self._worlds.items() if not getattr(world, "is_remote", False)),
+        }
+        self._guarded = ours - {*paths}
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +70,8 @@ class EnvironmentRegistry:
         """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
         self.require(name)
         world = self._worlds.get(name)
-        return self._factories[name](self._context) if world is None else world.build()
+        environment = self._factories[name](self._context) if world is None else world.build()
+        return GuardedEnvironment(environment, name, self._failed_actions) if name in self._guarded else environment
 
     def require(self, name: str) -> None:
         """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
@@ -83,8 +92,9 @@ class EnvironmentRegistry:
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What the worlds count, where they do, in an attribute of this name."""
-        return {name: value for world in self._worlds.values() for name, value in getattr(world, "gauges", {}).items()}
+        """What the worlds count, where they do, in an attribute of this name; and actions at which ours failed."""
+        counted = {name: n for world in self._worlds.values() for name, n in getattr(world, "gauges", {}).items()}
+        return counted | {f"{name}_failed_actions": float(n) for name, n in self._failed_actions.items()}
 
     async def close(self) -> None:
         """Release what the worlds hold; every episode is closed by now."""

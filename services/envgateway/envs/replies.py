@@ -16,13 +16,17 @@ ACTION: your next action
 with one of the available actions.
 """
 
+# No command of a text world comes near it; likeness and engines take time for each word.
+MOST_COMMAND_CHARS = 500
+
 _ACTION = re.compile(r"ACTION:(.*)")
 
 
 def read_action(reply: str) -> str | None:
-    """What follows the first ``ACTION:`` on its line, lower-cased; None when there is nothing."""
+    """What follows the first ``ACTION:`` on its line, lower-cased; None when there is nothing, or too much to be one."""
     found = _ACTION.search(reply)
-    return (found[1].strip().lower() or None) if found else None
+    command = found[1].strip() if found else ""
+    return command.lower() if 0 < len(command) <= MOST_COMMAND_CHARS else None
 
 
 def offer(admissible: Sequence[str]) -> str:

@@ -243,7 +243,7 @@ def _parsed(frame: bytes) -> dict[str, Any] | None:
     """None for what our harness never writes: the tests have written to its descriptor."""
     try:
         message = json.loads(frame)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     known = isinstance(message, dict) and any(name in message for name in ("call", "case", "done", "unusable"))
     return message if known else None

@@ -188,10 +188,12 @@ def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
     """The answer to cell ``number``; None for what our harness never writes: the code has used its descriptor."""
     try:
         answer = json.loads(heard[_FRAME.size :])
-    except ValueError:
+        if answer["cell"] != number or answer["outcome"] not in ("ok", "raised"):
+            return None
+        answer["error"].encode()  # no lone surrogate, which no message could carry
+    except (ValueError, RecursionError, TypeError, LookupError, AttributeError):
         return None
-    known = isinstance(answer, dict) and answer.get("cell") == number and answer.get("outcome") in ("ok", "raised")
-    return {"outcome": answer["outcome"], "error": str(answer.get("error"))} if known else None
+    return {"outcome": answer["outcome"], "error": answer["error"]}
 
 
 def _timed(result: CellResult, wall_s: float) -> CellResult:

@@ -13,7 +13,7 @@ import time
 from typing import Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, FiniteFloat, field_validator, model_validator
 
 from services.common.errors import CapacityError, InvalidRequestError, MillraceError, NotFoundError, StateError
 from services.envgateway.envs.base import EndStatus
@@ -52,8 +52,18 @@ class CancelBody(BaseModel):
     session_id: int
 
 
+class Result(BaseModel):
+    reward: FiniteFloat = 0.0
+
+
 class Output(BaseModel):
-    result: Any = None
+    result: Result | None = None
+
+    @field_validator("result", mode="before")
+    @classmethod
+    def _without_a_reward(cls, given: Any) -> Any:
+        """What a failed sample says of itself is text."""
+        return given if isinstance(given, dict) else None
 
 
 class OverallBody(BaseModel):
@@ -170,7 +180,7 @@ class ClassicProtocol:
     async def _calculate_overall(self, request: web.Request) -> object:
         body = await read(request, OverallBody)
         self._task(body.name, missing=400)
-        return overall([output.result for output in body.results])
+        return overall([output.result.reward for output in body.results if output.result is not None])
 
     async def _cancel_all(self, request: web.Request) -> object:
         await self._conversations.end_all()
@@ -191,9 +201,8 @@ class ClassicProtocol:
         return task
 
 
-def overall(results: list[Any]) -> dict[str, Any]:
-    """Mean reward, and how many got all of it; samples without a result are not counted."""
-    rewards = [float(result.get("reward", 0.0)) for result in results if isinstance(result, dict)]
+def overall(rewards: list[float]) -> dict[str, Any]:
+    """Mean reward, and how many got all of it."""
     passed = sum(reward >= 1.0 for reward in rewards)
     return {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 Message = dict[str, str]  # role (user, agent), content
@@ -14,15 +15,26 @@ _PIECE = re.compile(r"[^\W\d_]+|[^ \n]")
 
 def num_pieces(text: str) -> int:
     """About the number of tokens: every seven letters of a word one, every other character one."""
-    return sum(-(-len(piece) // _LETTERS_A_PIECE) if piece[0].isalpha() else 1 for piece in _PIECE.findall(text))
+    return _count(text, sys.maxsize)
+
+
+def _count(text: str, most: int) -> int:
+    """``num_pieces``, counted no further than ``most``: a turn may have megabytes."""
+    pieces = 0
+    for found in _PIECE.finditer(text):
+        piece = found[0]
+        pieces += -(-len(piece) // _LETTERS_A_PIECE) if piece[0].isalpha() else 1
+        if pieces >= most:
+            break
+    return pieces
 
 
 def cut(messages: Sequence[Message], most: int = _MOST_PIECES) -> list[Message]:
     """The first message, and of the others the newest that fit; the first says how many are left out."""
     first, others = messages[0], messages[1:]
-    pieces, kept = num_pieces(first["content"]), 0
+    pieces, kept = _count(first["content"], most), 0
     for message in reversed(others):
-        pieces += num_pieces(message["content"])
+        pieces += _count(message["content"], most)
         if pieces >= most:
             break
         kept += 1

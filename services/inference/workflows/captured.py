@@ -20,7 +20,7 @@ import orjson
 from services.common.chat import Message
 from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError, PromptTooLongError
 from services.common.kept_tokens import WHOLE, pack
-from services.common.types import Purpose, Sampling, StopReason
+from services.common.types import LEAST_TRAINED_TEMPERATURE, Purpose, Sampling, StopReason
 from services.common.types import Sequence as TokenSequence
 from services.inference.engine.base import FinishReason, Generation
 from services.inference.workflows.base import PolicyClient
@@ -235,10 +235,11 @@ class CapturedSession:
             budget = min(ask.max_tokens, sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=budget, min_new_tokens=min(budget, sampling.min_new_tokens))
         if self._client_sampling:
-            if ask.temperature == 0 and self._purpose is Purpose.TRAIN:
+            too_low = ask.temperature is not None and ask.temperature < LEAST_TRAINED_TEMPERATURE
+            if too_low and self._purpose is Purpose.TRAIN:  # the orchestrator would refuse the whole rollout
                 raise InvalidRequestError(
-                    "temperature is 0, and greedy tokens cannot be trained: there is no distribution that they were drawn "
-                    "from. Send a temperature above 0, or none to take the run's",
+                    f"temperature is {ask.temperature:g}, and greedy tokens cannot be trained: there is no distribution that "
+                    f"they were drawn from. Send {LEAST_TRAINED_TEMPERATURE:g} or more, or none to take the run's",
                     param="temperature",
                 )
             sampling = replace(

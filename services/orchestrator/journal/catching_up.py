@@ -61,13 +61,16 @@ def synchronise(directory: Path, index: Index, ends: Mapping[Place, int] | None 
     """
     found = compare(directory, index, ends)
     told: list[Damage] = []
-    for place in found.replaced:
+    rewritten = index.rewritten()
+    for place in (*found.replaced, *found.shortened):
         index.forget(*place)
-    for place in found.shortened:
-        told.append(index.shorten(*place, found.sizes[place]))
     for place in found.sizes:  # in their order: of two records with one number the first is kept
         if place in found.replaced or place in found.shortened or place in found.behind:
             told += _scan_into(directory, index, place, found.sizes[place])
+    rewritten = index.rewritten() - rewritten
+    for place in found.shortened:
+        if not rewritten[place]:  # by compaction, since the index was up to date
+            told += _note_lost(index, place, found.known[place], found.sizes[place])
     for place, before in ((place, found.known[place]) for place in found.missing):
         lost = [] if place in index.collected() else [_lost(place, before)]
         index.forget(*place, lost)
@@ -111,6 +114,16 @@ def _is_same(directory: Path, place: Place, before: Indexed) -> bool:
     return header is not None and (header.number, header.key, header.checksum) == (
         before.last_number, before.last_key, before.last_checksum
     )  # fmt: skip
+
+
+def _note_lost(index: Index, place: Place, before: Indexed, size: int) -> list[Damage]:
+    """What is gone behind the end of a segment."""
+    left = index.segments(*place)[place]
+    lost = Damage(
+        kind=place[0], segment=place[1], offset=size, num_bytes=before.end - size, reason=DamageReason.LOST,
+        num_records=max(0, before.num_records - left.num_records),
+    )  # fmt: skip
+    return index.add(place, (), left.end, [lost])
 
 
 def _lost(place: Place, before: Indexed) -> Damage:

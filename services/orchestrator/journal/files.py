@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -32,8 +33,12 @@ class Files:
         self._sync_path(path)
 
     def sync_directory(self, path: Path) -> None:
-        """Names that were added or removed survive a power cut."""
-        self._sync_path(path)
+        """Names that were added or removed survive a power cut, where the file system can sync directories."""
+        try:
+            self._sync_path(path)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not have it
+                raise
 
     def replace(self, source: Path, target: Path) -> None:
         """Give ``source`` the name ``target``, whose file goes; at every moment one of them has that name."""

@@ -7,6 +7,7 @@ the file locked, the disk is full) is caught up later. Rows are numbered in the 
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -203,24 +204,6 @@ class Index:
                 self._db.execute(f"DELETE FROM {table} WHERE {where}", (kind, segment))
             self._note_damage(damage)
 
-    def shorten(self, kind: str, segment: int, size: int) -> Damage:
-        """Remove the rows whose bytes lie behind ``size``, which is where the segment ends now."""
-        known = self.segments(kind, segment)[kind, segment]
-        where = "kind = ? AND segment = ?"
-        with _Transaction(self._db):
-            query = f"SELECT {_COLUMNS} FROM records WHERE {where} ORDER BY offset"
-            rows = [Row(*values) for values in self._db.execute(query, (kind, segment))]
-            for table in ("records", "segments", "damage"):
-                self._db.execute(f"DELETE FROM {table} WHERE {where}", (kind, segment))
-            left = [row for row in rows if row.offset + row.length <= size]
-            end = max((row.offset + row.length for row in left), default=0)
-            lost = Damage(
-                kind=kind, segment=segment, offset=size, num_bytes=known.end - size, reason=DamageReason.LOST,
-                num_records=len(rows) - len(left),
-            )  # fmt: skip
-            self._add((kind, segment), left, end, [lost])
-        return lost
-
     def flush(self) -> None:
         """What was added and removed survives a power cut from now on."""
         self._db.execute("PRAGMA wal_checkpoint(FULL)")
@@ -281,6 +264,11 @@ class Index:
         """Segments that retention deleted."""
         names = (row.key.rpartition("/") for row in self.rows_of(COLLECTED))
         return {(kind, int(segment)) for kind, _, segment in names if segment.isdecimal()}
+
+    def rewritten(self) -> Counter[Place]:
+        """How often compaction has rewritten each segment."""
+        names = (row.key.removesuffix("/part").rpartition("/") for row in self.rows_of(COLLECTED))
+        return Counter((kind, int(segment)) for kind, _, segment in names if segment.isdecimal() and "/" not in kind)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """First and last of every run of numbers up to the highest that no record has."""

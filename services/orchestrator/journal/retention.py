@@ -49,16 +49,18 @@ def collect(
     oldest_checkpoint_steps: Mapping[str, int],
     live_groups: Collection[str],
     *,
+    current: Mapping[str, int] | None = None,
     most_rewritten: int = MOST_REWRITTEN,
 ) -> Collected:
     """Delete what may go. Blocking: call it in a thread.
 
     ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from.
 
-    ``live_groups`` are task groups that are running or have sequences in a buffer; what is recorded after they were
-    listed lies in a segment that is still being written.
+    ``live_groups`` are task groups that are running or have sequences in a buffer; ``current`` are the segments that were
+    being written before they were listed (default: now), so that what is recorded later stays.
     """
-    current = journal.current_segments()
+    if current is None:
+        current = journal.current_segments()
     reader = JournalReader(journal.directory)
     try:
         plans = plan(reader, oldest_checkpoint_steps, live_groups, current)
@@ -75,10 +77,10 @@ def plan(
 ) -> list[Plan]:
     """``current``: the segment of each kind that is being written; a kind without one is left alone."""
     damaged = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
-    wanted = {
-        records.TRAJECTORY: needed_trajectories(reader, oldest_checkpoint_steps, live_groups),
-        records.STATE: list(_newest(reader, records.STATE)),
-    }
+    wanted = {records.STATE: list(_newest(reader, records.STATE))}
+    needed = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
+    if needed is not None:
+        wanted[records.TRAJECTORY] = needed
     return [
         _plan_of(kind, reader, needed, current[kind], damaged) for kind, needed in wanted.items() if kind in current
     ]
@@ -104,15 +106,21 @@ def carry_out(journal: Journal, plans: Iterable[Plan], *, most_rewritten: int) -
 
 def needed_trajectories(
     reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
-) -> list[Row]:
-    """Of batches after the oldest kept checkpoint, and of live task groups."""
+) -> list[Row] | None:
+    """Of batches after the oldest kept checkpoint, and of live task groups; None while one of these batches cannot be read:
+    a disk that fails may tell later what it needs."""
     keys: dict[str, None] = {}
     for row in reader.rows_of(records.BATCH):
         policy, _, step = row.key.rpartition("/")
-        if int(step) > oldest_checkpoint_steps.get(policy, 0) and (record := reader.load(row)) is not None:
-            for entry in record["sequences"]:
-                group, index, _ = split_sequence_id(entry["sequence_id"])
-                keys[rollouts.trajectory_key(group, index)] = None
+        if not step.isdecimal() or int(step) <= oldest_checkpoint_steps.get(policy, 0):
+            continue
+        try:
+            batch = records.batch_from_json(reader.load(row) or {})
+            slots = [split_sequence_id(entry.sequence_id)[:2] for entry in batch.entries]
+        except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError) as error:
+            log.warning("journal.nothing_collected", batch=row.key, reason=f"{type(error).__name__}: {error}")
+            return None
+        keys |= dict.fromkeys(rollouts.trajectory_key(group, index) for group, index in slots)
     rows = {row.number: row for row in reader.find_all_rows(records.TRAJECTORY, keys)}
     for name in live_groups:
         rows |= {row.number: row for row in reader.rows_below(records.TRAJECTORY, f"{name}/")}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from services.common.errors import ConfigError
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.frames import (
     MAGIC_BYTES,
@@ -33,12 +34,26 @@ _SEARCH_BYTES = 1024 * 1024
 def scan(directory: Path, kind: str, segment: int, start: int = 0, end: int | None = None) -> Iterator[Row | Damage]:
     """Records and damaged spans of a segment from ``start`` to ``end`` (default: its end), in their order.
 
-    From a place on that the disk cannot read all is damaged; a segment that was deleted meanwhile has nothing. Raises
-    ``OSError`` when the file cannot be opened, and ``CorruptDataError`` for records of a later format.
+    From a place on that the disk cannot read all is damaged, and so is a name that is no file; a segment that was deleted
+    meanwhile has nothing. Raises ``ConfigError`` without the right to read it, and ``CorruptDataError`` for records of a
+    later format.
     """
+    path = segment_path(directory, kind, segment)
+    nothing_read = Damage(kind=kind, segment=segment, offset=0, num_bytes=end or 0, reason=DamageReason.UNREADABLE)
     try:
-        file = segment_path(directory, kind, segment).open("rb", buffering=0)
+        if not path.is_file():
+            if os.path.lexists(path):
+                yield nothing_read
+            return
+        file = path.open("rb", buffering=0)
     except FileNotFoundError:
+        return
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give this process's user the right to") from error
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        yield nothing_read
         return
     with file:
         size = os.fstat(file.fileno()).st_size

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from services.common.errors import ConfigError
@@ -18,6 +20,10 @@ COLLECTED = "collected"  # kind of the records that name segments which retentio
 _NAME = re.compile(r"^([a-z_]+)-(\d{6,15})\.jsonl\.zst$", re.ASCII)
 _OLD_NAME = re.compile(r"^[a-z_]+-\d{6,}\.jsonl$")
 
+_MOST_SEGMENTS = (
+    10**12
+)  # names may have numbers above that, which no run reaches: new segments are not numbered behind them
+
 Place = tuple[str, int]  # kind and segment
 
 
@@ -26,7 +32,7 @@ def segment_path(directory: Path, kind: str, segment: int) -> Path:
 
 
 def sizes_in(directory: Path) -> dict[Place, int]:
-    """Bytes of every segment file, in order of segment and kind.
+    """Bytes of every segment file, in order of segment and kind; 0 for a name that is no file or leads to none.
 
     Raises ``ConfigError`` for a journal of plain jsonl segments.
     """
@@ -34,16 +40,34 @@ def sizes_in(directory: Path) -> dict[Place, int]:
     with os.scandir(directory) as entries:
         for entry in entries:
             if match := _NAME.match(entry.name):
-                try:
-                    found[match[1], int(match[2])] = entry.stat().st_size
-                except FileNotFoundError:  # collected just now
-                    continue
+                size = _size_of(entry)
+                if size is not None:
+                    found[match[1], int(match[2])] = size
             elif _OLD_NAME.match(entry.name):
                 raise ConfigError(
                     f"the journal in {directory} has plain jsonl segments ({entry.name}), which millrace wrote before its "
                     "segments were compressed (.jsonl.zst): go on with that release, or start a new run directory"
                 )
     return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))
+
+
+def _size_of(entry: os.DirEntry[str]) -> int | None:
+    """None for a segment that was collected just now."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:
+        return 0 if entry.is_symlink() else None
+    except OSError:  # a loop of links, or a disk that cannot read it
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def first_free(segments: Collection[int]) -> int:
+    """The number of the next segment."""
+    first = max((segment for segment in segments if segment < _MOST_SEGMENTS), default=0) + 1
+    while first in segments:
+        first += 1
+    return first
 
 
 class SegmentWriter:

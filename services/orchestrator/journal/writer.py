@@ -27,16 +27,16 @@ import structlog
 
 from services.common import disk
 from services.common.disk import RESERVE_BYTES
-from services.common.errors import InfrastructureError
+from services.common.errors import ConfigError, InfrastructureError
 from services.orchestrator.journal import compaction
 from services.orchestrator.journal.catching_up import log_damage
 from services.orchestrator.journal.damage import Damage
 from services.orchestrator.journal.files import Files
-from services.orchestrator.journal.frames import Packer, checksum_of, write_header
+from services.orchestrator.journal.frames import MAX_NUMBER, Packer, checksum_of, write_header
 from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.keeper import IndexKeeper
 from services.orchestrator.journal.scan import numbers_in
-from services.orchestrator.journal.segments import COLLECTED, SegmentWriter, segment_path, sizes_in
+from services.orchestrator.journal.segments import COLLECTED, SegmentWriter, first_free, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -91,7 +91,8 @@ class Journal:
         on_failure: Callable[[BaseException], None] | None = None,
         files: Files | None = None,
     ) -> None:
-        """Raises ``ConfigError`` for a journal of an earlier release, ``CorruptDataError`` for one of a later."""
+        """Raises ``ConfigError`` for a journal of an earlier release, for one that cannot be read and for one whose records
+        have numbers that no run reaches; ``CorruptDataError`` for a journal of a later release."""
         self.directory = directory
         self._segment_bytes = segment_bytes
         self._durability: Durability = durability
@@ -107,13 +108,19 @@ class Journal:
         log_damage(self.damage, directory)
         compaction.remove_prepared(directory, self._files)
         self._next_number = self._index.last_number() + 1
+        if self._next_number > MAX_NUMBER // 2:
+            self._index.close()
+            raise ConfigError(
+                f"a record of the journal in {directory} has the number {self._next_number - 1}, which no run reaches: "
+                f"find it with `millrace journal {directory.parent} list --last 1`, and take its segment away"
+            )
         sizes = sizes_in(directory)
         # Every start begins new segments: what an earlier process wrote is never written to again.
-        self._first_segment = max((segment for _, segment in sizes), default=0) + 1
+        self._first_segment = first_free({segment for _, segment in sizes})
         self._names_changed = True  # in the directory since it was last synced
         if durability == "power":
             # An earlier process may have left what was not synced: from now on it counts as acknowledged.
-            for place in sizes:
+            for place in (place for place, size in sizes.items() if size):
                 self._files.sync_file(segment_path(directory, *place))
             self._files.sync_directory(directory.parent)
             self._sync_names()
@@ -341,11 +348,15 @@ class Journal:
     def _replace(self, wanted: _Replacement) -> bool:
         """Put a rewritten segment in place; the record before says which numbers went."""
         kind, segment = wanted.kind, wanted.segment
+        if self._index.behind:
+            compaction.remove_prepared(self.directory, self._files)
+            return False
         record = {"kind": kind, "segment": segment, "numbers": wanted.left_out}
         self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
         self.num_records -= 1  # nobody submitted it
         take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
         if not self._index.replace(kind, segment, take_place):
+            compaction.remove_prepared(self.directory, self._files)
             return False
         self._names_changed = True
         if self._durability == "power":
@@ -384,7 +395,7 @@ class Journal:
 
     def current_segments(self) -> dict[str, int]:
         """The segment of each kind that is being written; earlier ones never change again."""
-        return {kind: writer.segment for kind, writer in self._writers.items()}
+        return {kind: writer.segment for kind, writer in self._writers.copy().items()}  # the writer thread may add one
 
 
 def _line(entry: _Entry) -> bytes:

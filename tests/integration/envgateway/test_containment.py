@@ -39,7 +39,7 @@ _TIERS = ["2", "1"] if os.getuid() == 0 else ["U", "0"]
 _QUICK = {
     "tests-garbage", "tests-half-a-frame", "tests-nested", "call-nested", "call-wrong-tags", "tests-closed", "tests-killed",
     "tests-a-child-writes", "read-by-name", "read", "says-failed", "shut", "memfd", "secret", "named", "system-v",
-    "beside-the-work-dir", "the-gateway", "locks",
+    "beside-the-work-dir", "the-gateway", "locks", "watches", "huge-pages-in-pipes", "first-thread-ends",
 }  # fmt: skip
 
 
@@ -97,6 +97,22 @@ _CHANNELS = {
     "var-tmp": ("open('/var/tmp/millrace-leak', 'w').write('7')", "os.path.exists('/var/tmp/millrace-leak')"),
     "shared-memory": ("open('/dev/shm/millrace-leak', 'w').write('7')", "os.path.exists('/dev/shm/millrace-leak')"),
     "system-v": ("assert libc.shmget(7777, 4096, 0o1666) >= 0", "libc.shmget(7777, 4096, 0) >= 0"),
+    "signal-of-stdin": ("fcntl.fcntl(0, 10, 42)", "fcntl.fcntl(0, 11) == 42"),
+    "owner-of-stdin": ("fcntl.fcntl(0, 8, os.getpid())", "fcntl.fcntl(0, 9) != 0"),
+    "flags-of-stdin": ("fcntl.fcntl(0, 4, 0o6000)", "fcntl.fcntl(0, 3) & 0o6000 != 0"),
+    "signal-of-the-fork-servers": ("[fcntl.fcntl(fd, 10, 42) for fd in (3, 7)]", "fcntl.fcntl(3, 11) == 42"),
+    "flags-of-the-fork-servers": ("[fcntl.fcntl(fd, 4, 0o4000) for fd in (3, 7)]", "fcntl.fcntl(7, 3) & 0o4000 != 0"),
+    "place-in-the-fork-servers": ("[os.lseek(fd, 7, 0) for fd in (3, 7)]", "os.lseek(3, 0, 1) == 7"),
+    "times-of-a-device": ("os.utime('/dev/full')", "os.stat('/dev/full').st_mtime > time.time() - 1"),
+    "flags-above": (
+        "fcntl.ioctl(os.open('..', 0), 0x40086602, struct.pack('q', 0xC0))",
+        "fcntl.ioctl(os.open('..', 0), 0x80086601, bytes(8))[0] & 0xC0 != 0",
+    ),
+    "access-list-above": (
+        "fd = os.open('..', 0); os.setxattr(fd, 'system.posix_acl_default', bytes.fromhex("
+        "'0200000001000700ffffffff020007003930000004000500ffffffff10000700ffffffff20000100ffffffff'))",
+        "os.getxattr('..', 'system.posix_acl_default') != b''",
+    ),
     "semaphores": ("assert libc.semget(7777, 1, 0o1666) >= 0", "libc.semget(7777, 1, 0) >= 0"),
 }  # fmt: skip
 
@@ -104,7 +120,7 @@ _CHANNELS = {
 @pytest.mark.parametrize("channel", _CHANNELS)
 async def test_a_program_leaves_the_next_no_message(pool: SandboxPool, channel: str) -> None:
     write, read = _CHANNELS[channel]
-    head = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+    head = "import ctypes, fcntl, os, struct, time\nlibc = ctypes.CDLL(None)\n"
     writer = f"{head}try:\n    {write}\nexcept (OSError, AssertionError): pass\n"
     reader = f"{head}try:\n    print({read})\nexcept OSError: print(False)\n"
     limits = ExecutionLimits(wall_s=3.0)
@@ -154,12 +170,15 @@ async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) 
     assert result.status is S.OK and 80 << 20 < result.peak_memory_bytes < 150 << 20
 
 
+_UNCOUNTED = ("shared", "many-small", "zeros", "memfd", "huge-pages-in-pipes", "first-thread-ends")
+
+
 async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World) -> None:
     config = CONFIG.model_copy(update={"memory_cgroup": False, "num_slots": 1, "allow_tier_0": os.getuid() != 0})
     watched = SandboxPool.start_before_threads(config)
     try:
         assert watched.gauges["sandbox_memory_cgroup"] == 0
-        for case in (c for c in CASES if c.number == 56 and c.name in ("shared", "many-small", "zeros", "memfd")):
+        for case in (c for c in CASES if c.number == 56 and c.name in _UNCOUNTED):
             result = await Judge(watched).judge(case.request_in(world))
             assert case.wrong(result) == ""
     finally:

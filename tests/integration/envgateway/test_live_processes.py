@@ -245,6 +245,29 @@ async def test_a_cell_that_ends_or_confuses_its_process_loses_it(process: LivePr
     assert result.status in (S.RUNTIME_ERROR, S.OUTPUT_LIMIT)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "'[' * 4000",
+        "'{\"a\":' * 800",
+        '\'{"cell":1,"outcome":"raised","error":"\\\\ud800"}\'',
+        "'{\"cell\":1,\"outcome\":\"raised\",\"error\":' + '[' * 1990 + ']' * 1990 + '}'",
+        '\'{"cell":1,"outcome":"raised","error":1}\'',
+        '\'{"cell":1,"outcome":"ok"}\'',
+        '\'{"cell":1,"outcome":{},"error":""}\'',
+        "'{\"cell\":' + '9' * 4050 + '}'",
+        "'{\"cell\":1e999}'",
+        "'null'",
+    ],
+)
+async def test_an_answer_that_the_harness_never_writes_is_the_codes_error(process: LiveProcess, answer: str) -> None:
+    result = await process.run(
+        f"import os, time\ntext = {answer}\nos.write(6, len(text).to_bytes(4) + text.encode())\ntime.sleep(9)"
+    )
+    assert (result.status, result.alive, result.error) == (S.RUNTIME_ERROR, False, "")
+    assert result.detail == "the code wrote to the process's own channel"
+
+
 @pytest.mark.parametrize("code", [r"b'\0'", r"b'\0\0\0\7'", r"b'\0\0\0\7half'", r"b'\0\0\x0f\0'", r"b'\0\0\0'"])
 async def test_half_an_answer_does_not_end_the_time_limit(hasty: LiveProcess, code: str) -> None:
     result = await hasty.run(f"import os, time\nos.write(6, {code})\ntime.sleep(30)")

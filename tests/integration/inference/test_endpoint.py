@@ -382,18 +382,20 @@ async def test_a_client_that_takes_the_runs_truncation_back_keeps_what_min_new_t
     assert sorted(set(sets.rows.tolist())) == [0, 1, 2], "each without the stop tokens"
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-8, 9e-7])
 @pytest.mark.parametrize("purpose", Purpose)
 async def test_a_greedy_turn_of_a_client_is_refused_where_it_would_be_trained(
-    server: EndpointServer, purpose: Purpose
+    server: EndpointServer, purpose: Purpose, temperature: float
 ) -> None:
+    """Also where a client writes a tiny number for 0: the orchestrator takes no record with it."""
     session = session_of(await served_policy(["x"]), client_sampling=True, purpose=purpose)
     with server.opened(session) as session_id:
         async with client_of(server, session_id) as client:
-            asking = client.chat.completions.create(model=POLICY, messages=USER, temperature=0)
+            asking = client.chat.completions.create(model=POLICY, messages=USER, temperature=temperature)
             if purpose is Purpose.EVALUATION:
                 assert (await asking).choices
                 return
-            with pytest.raises(openai.BadRequestError, match="temperature is 0") as refused:
+            with pytest.raises(openai.BadRequestError, match=f"temperature is {temperature:g}") as refused:
                 await asking
     assert refused.value.param == "temperature"
     assert session.sequences(1.0) == ()

@@ -1,4 +1,4 @@
-"""What the checkpoint tests have each rank do; started by ``launching.start_ranks``. The first rank writes what it saw.
+"""What the checkpoint tests have each rank do; started by ``launching.fork_ranks``. The first rank writes what it saw.
 
 python -m tests.integration.trainer.checkpoint_cases DIR {write,read}
 """

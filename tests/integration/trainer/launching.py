@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.fork_server import ForkServer, Process
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -21,10 +23,25 @@ LAST_LINES = 40
 
 def start_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> list[subprocess.Popen[bytes]]:
     """``python -m module`` once for each rank, without a launcher; what each says goes to ``logs/rankN.log``."""
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        _start(f"rank{rank}", [module, *arguments], {**shared, "RANK": str(rank)}, logs) for rank in range(num_ranks)
+    return [_start(f"rank{rank}", [module, *arguments], env, logs) for rank, env in enumerate(_ranks(num_ranks))]
+
+
+def fork_ranks(forks: ForkServer, module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> list[Process]:
+    """The same from a process that has imported the module, which takes each process five seconds."""
+    logs.mkdir(parents=True, exist_ok=True)
+    argv = (sys.executable, "-m", module, *arguments)
+    started = [
+        forks.start(argv, {**os.environ, **env}, logs / f"rank{rank}.log") for rank, env in enumerate(_ranks(num_ranks))
     ]
+    found = [process for process in started if process is not None]
+    assert len(found) == num_ranks, "the fork server has ended"
+    return found
+
+
+def _ranks(num_ranks: int) -> list[dict[str, str]]:
+    """What the environment of each rank says."""
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [{**shared, "RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def start_torchruns(
@@ -68,7 +85,7 @@ def _start(name: str, arguments: Sequence[str], env: Mapping[str, str], logs: Pa
         )
 
 
-def run_processes(processes: Sequence[subprocess.Popen[bytes]], logs: Path, timeout_s: float = RANKS_TIMEOUT_S) -> None:
+def run_processes(processes: Sequence[Process], logs: Path, timeout_s: float = RANKS_TIMEOUT_S) -> None:
     """Wait for all to end well. ``AssertionError`` with the last words of every process when one does not."""
     deadline = time.monotonic() + timeout_s
     try:
@@ -80,7 +97,8 @@ def run_processes(processes: Sequence[subprocess.Popen[bytes]], logs: Path, time
         codes = [process.poll() for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
             process.wait()
     assert codes == [0] * len(processes), f"exit codes {codes} (None: still running)\n{last_words(logs)}"
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from services.cli.fork_server import ForkServer
 from services.trainer.sharding import Ranks
 from tests.integration.trainer.checkpoint_cases import checkpoints, digests, make, train
-from tests.integration.trainer.launching import made_once, run_processes, start_ranks
+from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 
 pytestmark = pytest.mark.slow
 
 ALONE = Ranks.single()
+CASES = "tests.integration.trainer.checkpoint_cases"
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +28,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(step, ALONE, 1)
         checkpoints(directory / "one", ALONE).save(1, step.model, step.optimizer)
         (directory / "one.json").write_text(json.dumps(digests(step)))
-        for what, num_ranks in (("write", 2), ("read", 3)):
-            logs = directory / f"{what}_logs"
-            started = start_ranks("tests.integration.trainer.checkpoint_cases", [str(directory), what], num_ranks, logs)
-            run_processes(started, logs)
+        forks = ForkServer(directory / "forks.stderr", [CASES])
+        try:
+            for what, num_ranks in (("write", 2), ("read", 3)):
+                logs = directory / f"{what}_logs"
+                run_processes(fork_ranks(forks, CASES, [str(directory), what], num_ranks, logs), logs)
+        finally:
+            forks.stop()
 
     return made_once(tmp_path_factory, "checkpoints_of_ranks", work)
 

@@ -83,16 +83,16 @@ def padded_gradients(case: Case) -> Gradients:
     return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module", params=["one node", "two nodes"])
-def two_rank_files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two real processes under torchrun with gloo leave: of one torchrun, or of one each."""
-    num_nodes = 1 if request.param == "one node" else 2
+@pytest.fixture(scope="module")
+def two_rank_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two real processes with gloo leave, each under a torchrun of its own as on two nodes: the mesh is the same one
+    on one node, where ``trainer_service/test_trainer_process`` compares two ranks with one."""
 
     def make(directory: Path) -> None:
         module, logs = "tests.integration.trainer.gradient_cases", directory / "logs"
-        run_processes(start_torchruns(module, [str(directory)], num_nodes, 2 // num_nodes, logs), logs)
+        run_processes(start_torchruns(module, [str(directory)], 2, 1, logs), logs)
 
-    return made_once(tmp_path_factory, f"two_ranks_{num_nodes}", make)
+    return made_once(tmp_path_factory, "two_ranks", make)
 
 
 @pytest.fixture

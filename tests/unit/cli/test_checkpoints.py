@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
+from services.cli.checkpoints import found as found_in
 from services.cli.checkpoints.replayable import Recorded
-from services.common.checkpoints.directory import path_of, set_aside
+from services.common.checkpoints.directory import path_of, remove, set_aside
 from services.common.checkpoints.files import Piece, write_bytes, write_safetensors
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredTensor, encode
 from services.common.config.loading import RESOLVED
@@ -123,6 +124,26 @@ def test_what_is_missing_or_cut_is_found_without_verifying(run_dir: Path, file: 
     path.unlink()
     result = invoke("checkpoints", run_dir)
     assert result.exit_code == 1 and file in result.output and "damaged" in result.output
+
+
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_what_the_trainer_removes_meanwhile_is_no_damage(
+    run_dir: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run goes on beside the command: its next save removes the oldest checkpoint."""
+    read = found_in.read_manifest
+    listed_ones: list[str] = []
+
+    def removing(path: Path) -> Manifest:
+        manifest = read(path)
+        listed_ones.append(path.name)
+        if listed_ones.count("step_000004") == (2 if options else 1) and path.name == "step_000004":
+            remove(path)
+        return manifest
+
+    monkeypatch.setattr(found_in, "read_manifest", removing)
+    code, found = listed(run_dir, *options)
+    assert code == 0 and list(found) == ["step_000005"]
 
 
 def test_what_a_trainer_has_set_aside_is_listed_with_its_reason(run_dir: Path) -> None:

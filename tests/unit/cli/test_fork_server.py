@@ -17,7 +17,7 @@ from services.cli.plan import ProcessSpec, plan
 from services.cli.processes import Processes
 from services.common.config.loading import validate
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+pytestmark = pytest.mark.needs("Linux")  # orphans are adopted there only
 
 MODULE = """
 import os, signal, sys, time
@@ -151,6 +151,53 @@ def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: 
     finally:
         processes.stop()
     assert not Path(f"/proc/{first}").exists()
+
+
+def test_what_a_module_prints_when_it_is_imported_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    (tmp_path / "loud.py").write_text(
+        "import os; print('hello', flush=True); os.write(1, b'{\\n'); print('unfinished')"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    server = ForkServer(tmp_path / "server.stderr", ["loud"])
+    try:
+        assert start(server, tmp_path / "told", "tell", "x").wait(20) == 0
+    finally:
+        server.stop()
+    assert (tmp_path / "told").read_text().startswith("x green")
+    assert "hello" in (tmp_path / "server.stderr").read_text()
+
+
+def test_what_a_forked_process_prints_is_in_its_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forked_module.py").write_text("import time\nprint('a line')\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    server = ForkServer(tmp_path / "server.stderr", ["json"])
+    environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUNBUFFERED": "1"}
+    made = server.start((sys.executable, "-m", "forked_module"), environment, tmp_path / "out")
+    assert made is not None
+    try:
+        wait_for(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "a line\n")
+    finally:
+        os.kill(made.pid, signal.SIGKILL)
+        made.wait(10)
+        server.stop()
+
+
+def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nwrite = os.write\n"
+        "def late(fd, data):\n    time.sleep(1.5 if b'pid' in data else 0)\n    return write(fd, data)\n"
+        "os.write = late\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setattr("services.cli.fork_server.ANSWER_S", 0.5)
+    server = ForkServer(tmp_path / "server.stderr", ["slow"])
+    argv = (sys.executable, "-m", "forked_module", "wait")
+    assert server.start(argv, dict(os.environ), tmp_path / "up") is None
+    time.sleep(2.0)
+    assert not (tmp_path / "up").exists()
 
 
 @pytest.mark.parametrize(

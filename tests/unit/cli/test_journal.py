@@ -144,7 +144,6 @@ def test_without_a_checkpoint_compact_keeps_every_batch(run: Path) -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_export_writes_rows_with_lists_of_numbers(run: Path, tmp_path: Path, form: str) -> None:
-    pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     row = flip(run, records.TRAJECTORY, rows(run, records.TRAJECTORY)[0].key)

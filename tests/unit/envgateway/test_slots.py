@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare.slots import remove_tree
+from services.envgateway.sandbox.bare.slots import kill_user, remove_tree
+from tests import needs
 
 
 def _mode(path: Path) -> int:
@@ -64,3 +69,45 @@ def test_links_are_removed_and_not_followed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "unlink", unlink)
     remove_tree(str(tree))
     assert failed and not tree.exists() and _mode(target) == 0o644
+
+
+_STOPS_ITS_USER = """
+import os, signal, sys
+os.setgroups([])
+os.setresgid(int(sys.argv[1]), int(sys.argv[1]), int(sys.argv[1]))
+os.setresuid(int(sys.argv[1]), int(sys.argv[1]), int(sys.argv[1]))
+os.write(1, b"x")
+while True:
+    try:
+        os.kill(-1, int(sys.argv[2]))
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_program_cannot_stop_what_ends_it(sign: signal.Signals) -> None:
+    if os.getuid() != 0:
+        needs.unmet("root", "slots have users of their own")
+    uid = 60_500 + os.getpid() % 400
+    for _ in range(4):
+        program = subprocess.Popen(
+            [sys.executable, "-c", _STOPS_ITS_USER, str(uid), str(int(sign))], stdout=subprocess.PIPE
+        )
+        assert program.stdout is not None
+        program.stdout.read(1)
+        ender = os.fork()
+        if ender == 0:
+            kill_user(uid)
+            os._exit(0)
+        deadline = time.monotonic() + 5
+        while (ended := os.waitpid(ender, os.WNOHANG)[0]) == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        program.kill()
+        if not ended:
+            for helper in Path(f"/proc/{ender}/task/{ender}/children").read_text().split():
+                os.kill(int(helper), signal.SIGKILL)
+            os.waitpid(ender, 0)
+        assert program.wait(5) == -signal.SIGKILL
+        program.stdout.close()
+        assert ended, "the helper was stopped, and with it the supervisor that waits for it"

@@ -37,7 +37,7 @@ from services.orchestrator.bounds import MOST_SEQUENCES, PolicyBounds, RecordBou
 from services.orchestrator.ingest import Answer, RecordOutcome
 from services.orchestrator.pool import Held
 from services.orchestrator.record_facts import RecordRefusedError, bounded_failure
-from services.orchestrator.refusals import MOST_SENDERS, Refusals
+from services.orchestrator.refusals import MOST_SENDERS, OTHERS, Refusals
 from services.orchestrator.stall_watch import StallWatch
 from services.orchestrator.vocabulary import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
@@ -299,6 +299,15 @@ def test_refusals_remember_a_bounded_number_of_senders_and_what_was_refused_most
     assert list(refusals.by_reason().items()) == [("name", MOST_SENDERS + 50), ("time", 1)]
     assert refusal_warning(counters).startswith(f"refused records: {MOST_SENDERS + 51}, most because of name")
     assert refusal_warning({"failures_other": 3}) == ""
+
+
+def test_a_known_sender_stays_named_when_strangers_fill_the_list() -> None:
+    refusals = Refusals(Counter(), lambda: 0.0)
+    refusal = Refusal(reason=Reason.NOT_A_MEMBER, detail="")
+    for name in ("ours", *(f"stranger{number}" for number in range(MOST_SENDERS)), "ours"):
+        refusals.refused(name, "g", 0, refusal)
+    assert refusals.streaks["ours"].number == 2
+    assert refusals.streaks[OTHERS].number == 1
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +56,33 @@ def test_bytes_below_a_directory_are_those_on_the_disk(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert 100_000 <= bytes_below(tmp_path) < 200_000
     assert bytes_below(tmp_path / "nothing") == 0
+
+
+def test_a_file_that_vanishes_does_not_take_the_others_of_its_directory_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"x" * 100_000)
+    listed = os.scandir
+
+    def vanishing(path: str) -> Any:
+        entries = list(listed(path))
+        Path(entries[0].path).unlink()
+        return contextlib.nullcontext(entries)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert 200_000 <= bytes_below(tmp_path) < 300_000
+
+
+def test_a_directory_that_cannot_be_read_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "forbidden").mkdir()
+    (tmp_path / "file").write_bytes(b"x" * 100_000)
+    listed = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path.endswith("forbidden"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert 100_000 <= bytes_below(tmp_path) < 200_000

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import CorruptDataError
+from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import frames, index, keeper
 from services.orchestrator.journal.damage import Damage, DamageReason
 from services.orchestrator.journal.frames import Packer, write_header
@@ -143,6 +143,76 @@ async def test_the_index_of_another_directory_is_not_believed(tmp_path: Path) ->
     assert kept(tmp_path / "a") == list(range(100, 100 + COUNT))
     await write(tmp_path / "a", 100 + COUNT, 1)
     assert kept(tmp_path / "a") == list(range(100, 101 + COUNT))
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "directory": Path.mkdir,
+    "pipe": os.mkfifo,
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path),
+    "empty file": Path.touch,
+}
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("what", NO_FILES)
+async def test_a_name_of_a_segment_that_is_no_file_costs_only_what_was_there(
+    tmp_path: Path, what: str, with_index: bool
+) -> None:
+    await write(tmp_path, 0, 20)
+    await write(tmp_path, 20, 20)
+    for number in (1, 3):  # in the place of a segment, and where the next one would be
+        path = segment_path(tmp_path, "things", number)
+        path.unlink(missing_ok=True)
+        NO_FILES[what](path)
+    if not with_index:
+        index.remove_index(tmp_path / INDEX_FILE)
+    expected = [n for n in range(40) if n % 2 or n >= 20]
+    assert kept(tmp_path) == expected, "read without a writer"
+    for life in range(2):
+        await write(tmp_path, 40 + life, 1, durability="power")
+    assert kept(tmp_path) == [*expected, 40, 41]
+    assert len(gaps(tmp_path)) == 10
+    if what != "empty file":
+        assert {span.segment for span in damage(tmp_path)} >= {3}
+
+
+async def test_a_segment_with_the_highest_number_of_a_name_does_not_hide_what_is_written_later(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 6)
+    for number in (10**12 - 1, 10**15 - 1):
+        shutil.copy(segment_path(tmp_path, "things", 1), segment_path(tmp_path, "things", number))
+    for life in range(3):
+        await write(tmp_path, 6 + life, 1)
+    assert kept(tmp_path) == list(range(9))
+
+
+async def test_a_start_behind_the_highest_number_of_a_record_is_refused(tmp_path: Path) -> None:
+    """What is written behind it could not be read back."""
+    await write(tmp_path, 0, 6)
+    payload = Packer().pack(b'{"n":6}')
+    with segment_path(tmp_path, "things", 1).open("ab") as file:
+        file.write(write_header(frames.MAX_NUMBER - 1, 1.0, "k6", payload) + payload)
+    with pytest.raises(ConfigError, match="which no run reaches"):
+        Journal(tmp_path)
+    assert kept(tmp_path) == list(range(7))
+
+
+async def test_a_segment_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await write(tmp_path, 0, 6)
+    index.remove_index(tmp_path / INDEX_FILE)
+    forbidden = segment_path(tmp_path, "things", 1)
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: object, **named: object) -> object:
+        if path == forbidden:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments, **named)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(ConfigError, match=forbidden.name):
+            Journal(tmp_path)
+    assert kept(tmp_path) == list(range(6))
 
 
 def flipped(data: bytes, at: int, bit: int = 0) -> bytes:

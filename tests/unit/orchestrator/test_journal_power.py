@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -246,3 +248,27 @@ def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path) -> None:
         assert found == sorted(set(found)), "each once, in order"
         if told:
             assert set(range(before + 1000, acknowledged)) <= set(found)
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+async def test_a_file_system_that_cannot_sync_directories_does_not_stop_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """Another error of the disk does."""
+    synced: list[int] = []
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(error, os.strerror(error))
+        synced.append(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if error == errno.EIO:
+        with pytest.raises(OSError, match="Input/output"):
+            Journal(tmp_path / "journal", durability="power")
+        return
+    journal = Journal(tmp_path / "journal", durability="power")
+    journal.start()
+    await journal.append("things", "k", dict)
+    await journal.close()
+    assert len(synced) == 1

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.errors import BatchLostError
+from services.common.errors import BatchLostError, InfrastructureError
 from services.orchestrator.journal import compaction, records, rollouts
 from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from services.orchestrator.journal.reader import JournalReader
@@ -63,6 +67,11 @@ def left(directory: Path) -> list[str]:
         return [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)]
     finally:
         reader.close()
+
+
+def rows_in(directory: Path, kind: str) -> list[Any]:
+    with closing(JournalReader(directory)) as reader:
+        return list(reader.rows_of(kind))
 
 
 def facts(directory: Path) -> tuple[list[Any], list[Any]]:
@@ -181,6 +190,54 @@ async def test_a_reader_finds_records_whose_segment_is_rewritten_under_it(open_j
     reader.close()
 
 
+@pytest.mark.parametrize("needed", [{"g0", "g1"}, {"g9"}, {"g3", "g7"}, {"g8", "g9"}])
+async def test_an_index_of_before_a_segment_was_rewritten_does_not_mislead(
+    open_journal: Open, tmp_path: Path, needed: set[str]
+) -> None:
+    await filled(open_journal())
+    shutil.copy(tmp_path / INDEX_FILE, tmp_path / "old")
+    reader = JournalReader(tmp_path)
+    reader._use_private(Exception("locked"))  # another copy of that time
+    journal = open_journal()
+    await store(journal, "new")
+    assert collect(journal, {}, needed).rewritten
+    await journal.close()
+    expected = [*sorted(needed), "new"]
+    assert [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)] == expected
+    assert (reader.damage(), reader.gaps()) == ([], [])
+    reader.close()
+    remove_index(tmp_path / INDEX_FILE)
+    (tmp_path / "old").rename(tmp_path / INDEX_FILE)
+    assert open_journal().damage == []
+    assert left(tmp_path) == expected and facts(tmp_path) == ([], [])
+
+
+async def test_a_segment_stays_while_another_process_has_the_index_locked(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    before = segment_path(tmp_path, records.TRAJECTORY, 1).read_bytes()
+    with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        for _ in range(3):
+            assert not await asyncio.to_thread(journal.compact_segment, records.TRAJECTORY, 1, {4})
+    assert segment_path(tmp_path, records.TRAJECTORY, 1).read_bytes() == before
+    assert not list(tmp_path.glob("*.compacting"))
+    assert len(rows_in(tmp_path, "collected")) <= 1, "tried again without another record"
+
+
+async def test_a_rewritten_segment_that_is_cut_afterwards_is_told(open_journal: Open, tmp_path: Path) -> None:
+    await filled(open_journal())
+    journal = open_journal()
+    await store(journal, "new")
+    collect(journal, {}, NEEDED)
+    await journal.close()
+    path = segment_path(tmp_path, records.TRAJECTORY, 1)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert [(span.reason, span.num_records) for span in open_journal().damage] == [("torn", 1), ("lost", 1)]
+    assert left(tmp_path) == ["g3", "new"]
+
+
 async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: Open, tmp_path: Path) -> None:
     await filled(open_journal())
     path = segment_path(tmp_path, records.TRAJECTORY, 1)
@@ -206,6 +263,41 @@ async def test_the_torn_end_of_a_segment_does_not_keep_it(open_journal: Open, tm
     assert facts(tmp_path) == ([], [])
 
 
+@pytest.mark.parametrize("spoil", ["disk", "content"])
+async def test_nothing_is_collected_while_a_batch_that_may_be_replayed_cannot_be_read(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    journal = open_journal(segment_bytes=1)
+    await store(journal, "trained", "needed", "last")
+    await train(journal, 1, "trained")
+    if spoil == "content":
+        await journal.append(records.BATCH, "model0/2", lambda: {"sequences": 7})
+    else:
+        await train(journal, 2, "needed")
+    with monkeypatch.context() as failing:
+        if spoil == "disk":
+            read = JournalReader._open
+
+            def fail(reader: JournalReader, row: Any) -> int:
+                if row.key == "model0/2":
+                    raise OSError(errno.EIO, "Input/output error")
+                return read(reader, row)
+
+            failing.setattr(JournalReader, "_open", fail)
+        assert not collect(journal, {"model0": 1}, ()).removed
+    assert left(tmp_path) == ["trained", "needed", "last"]
+    assert collect(journal, {"model0": 2}, ()).removed, "no checkpoint needs that batch any more"
+
+
+async def test_what_is_recorded_after_the_live_groups_were_listed_stays(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal(segment_bytes=1)
+    await store(journal, "old", "before")
+    current = journal.current_segments()
+    await store(journal, "issued later", "newest")  # the segment of the first of them is closed already
+    collect(journal, {}, (), current=current)
+    assert left(tmp_path) == ["before", "issued later", "newest"]
+
+
 async def test_states_that_newer_ones_supersede_are_deleted(open_journal: Open, tmp_path: Path) -> None:
     for number in range(3):
         journal = open_journal()
@@ -225,6 +317,34 @@ async def test_other_kinds_are_never_collected(open_journal: Open, tmp_path: Pat
             await journal.append(kind, f"x/{number}", lambda number=number: {"n": number})
     found = collect(journal, {}, ())
     assert not found.removed and not found.rewritten
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), InfrastructureError("it was not deleted within 60 s")]
+)
+async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    world = worlds()
+    await world.publish(0)
+    watch = Watch(world.ring)
+    await watch.tick()
+    world.trainer_side.join("model0", "t", 0, 4, {}, kept_checkpoint_steps=[0])
+    calls: list[Any] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr("services.orchestrator.watch.collect", fail)
+    for _ in range(2):  # tried again
+        world.clock.now += 10.0
+        await watch.tick()
+    assert len(calls) == 2
+    monkeypatch.setattr(world.journal, "blocked", "0 bytes free")
+    world.clock.now += 10.0
+    await watch.tick()
+    assert len(calls) == 2, "a blocked journal deletes nothing"
 
 
 async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: Callable[..., World]) -> None:

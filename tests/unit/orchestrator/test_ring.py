@@ -605,3 +605,32 @@ async def test_a_step_before_which_no_rollout_finished_has_no_mean_reward_of_rol
     assert [row["batch_reward_mean"] for row in rows] == [0.5, 0.5]
     assert [row["rollouts_finished"] for row in rows] == [16.0, 0.0]
     assert [key for row in rows for key in row if key not in ENVELOPE and step_metric(key) is None] == []
+
+
+async def test_a_replica_of_thousands_of_slots_is_sent_all_its_orders_and_again_when_it_rejoins(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(size=4400, max_staleness=1, rollout={"group_size": 4})
+    replica = world.join(slots=10_000)
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(replica)
+    assert len(orders) > 1100
+    running = [order.task_group_id for order in orders]
+    assert world.join(slots=10_000, running=running) is replica
+    assert [order.task_group_id for order in await world.orders(replica)] == running
+    await world.crash()
+    again = world.join(slots=10_000, running=running)
+    assert sorted(order.task_group_id for order in await world.orders(again)) == sorted(running)
+
+
+async def test_a_replica_that_plays_thousands_of_unknown_task_groups_can_join(worlds: Callable[..., World]) -> None:
+    """As after the loss of a journal: otherwise it would try with the same groups for ever."""
+    world = worlds()
+    replica = world.join(running=[f"abc-{number}" for number in range(20_000)])
+    commands = await world.commands(replica)
+    assert replica.mailbox is not None and not replica.mailbox.closed
+    assert 0 < sum(isinstance(command, CancelGroup) for command in commands) < 1024
+    await world.publish(0)
+    world.train()
+    assert await world.orders(replica)

@@ -248,6 +248,61 @@ def test_a_directory_that_cannot_be_renamed_is_told(copied: Path, monkeypatch: p
         checkpoints_in(copied).restore(step.model, step.optimizer)
 
 
+def test_without_room_for_the_reason_the_checkpoint_before_is_taken(
+    copied: Path, saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is what damages checkpoints."""
+    (copied / "step_000002" / MANIFEST).unlink()
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    begun, step, damaged = restored(copied)
+    assert begun == 1 and damaged == [f"step_000002.damaged: {REASON} is missing"]
+    assert_same(weights(step), saved[1])
+
+
+@pytest.mark.parametrize("name", ["step_000001", "step_000000.partial", "step_000000.removed"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file"])
+def test_links_and_files_among_checkpoints_stop_no_save_and_are_not_followed(
+    name: str, kind: str, copied: Path, tmp_path: Path
+) -> None:
+    """Such as a checkpoint that was moved to another disk and linked."""
+    elsewhere = Path(shutil.copytree(copied / "step_000001", tmp_path / "other disk" / "step_000001"))
+    if (copied / name).exists():
+        shutil.rmtree(copied / name)
+    if kind == "file":
+        (copied / name).write_text("notes")
+    else:
+        (copied / name).symlink_to(elsewhere if kind == "link" else tmp_path / "nothing")
+    step = make_step()
+    for number in (3, 4, 5):
+        checkpoints_in(copied).save(number, step.model, step.optimizer)
+    assert checkpoints_in(copied).kept() == [4, 5]
+    left = {path.name for path in copied.iterdir()}
+    assert left == {"step_000004", "step_000005", *([name] if name == "step_000001" and kind != "link" else [])}
+    assert sorted(os.listdir(elsewhere)) == sorted(os.listdir(copied / "step_000005")), "what it points to is not ours"
+
+
+def test_a_random_state_of_another_shape_is_a_refusal(copied: Path) -> None:
+    """Somebody else's manifest, its digest right: what torch would raise ends no process without a word."""
+    names = {"random_state/0": ["uint8", [3]], "random_state/7": ["float32", []]}
+    for number, (name, entry) in enumerate(names.items()):
+        directory = Path(shutil.copytree(copied, copied.parent / str(number)))
+
+        def change(content: dict[str, Any], name: str = name, entry: list[Any] = entry) -> None:
+            content["tensors"][name] = entry
+            count = 3 if entry[1] else 1
+            for file in content["files"]:
+                file["parts"] = [part for part in file["parts"] if part[0] != name]
+            content["files"][0]["parts"].append([name, 0, count, 0])
+
+        forge(directory / "step_000002", change)
+        with pytest.raises(ModelMismatchError, match=name):
+            restored(directory)
+
+
 # -- the loop from there on ----------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,17 @@ from services.common.config.environments import AgentBenchConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply
-from services.envgateway.envs.agentbench.protocol import Index, Opening, Session, Turn, chat, end_status, reward_of
+from services.envgateway.envs.agentbench.protocol import (
+    CONTENT_REFUSED,
+    ContentRefusedError,
+    Index,
+    Opening,
+    Session,
+    Turn,
+    chat,
+    end_status,
+    reward_of,
+)
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 
 _FULL = (406, 429, 503)
@@ -57,6 +67,8 @@ class AdapterServer:
     async def interact(self, session: Session, content: str) -> Turn:
         body = {"episode_id": session, "action": {"type": "text", "content": content}}
         reply = await talk.take_turn(self._http, "episode/step", self._config.step_timeout_s, body, _is_busy)
+        if reply.status in CONTENT_REFUSED:
+            raise ContentRefusedError(f"{self._http.url} refuses the action: {reply.status} {reply.detail}")
         if reply.status != 200:
             raise EpisodeLostError(f"{self._http.url} ended episode {session}: {reply.status} {reply.detail}")
         answer = _answer(reply)

@@ -21,7 +21,17 @@ from services.common.config.environments import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply, UnansweredError
-from services.envgateway.envs.agentbench.protocol import Index, Opening, Session, Turn, chat, end_status, reward_of
+from services.envgateway.envs.agentbench.protocol import (
+    CONTENT_REFUSED,
+    ContentRefusedError,
+    Index,
+    Opening,
+    Session,
+    Turn,
+    chat,
+    end_status,
+    reward_of,
+)
 from services.envgateway.envs.base import EpisodeLostError
 
 log = structlog.get_logger()
@@ -72,6 +82,8 @@ class ClassicServer:
         reply = await talk.take_turn(self._http, "interact", self._config.step_timeout_s, body, _is_busy)
         if reply.status == 200:
             return _turn(_output(reply))
+        if reply.status in CONTENT_REFUSED:
+            raise ContentRefusedError(f"{self._http.url} refuses the action: {reply.status} {reply.detail}")
         if reply.status == 501 and self._config.release_leaked_slots:
             self._free_slot_of(session)
         raise EpisodeLostError(f"{self._http.url} ended session {session}: {reply.status} {reply.detail}")

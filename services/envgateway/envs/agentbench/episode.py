@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from services.common.errors import InvalidRequestError
-from services.envgateway.envs.agentbench.protocol import AgentBenchServer, Session
-from services.envgateway.envs.base import EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.agentbench.protocol import AgentBenchServer, ContentRefusedError, Session, sendable
+from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 
 
 class AgentBenchEpisode:
@@ -30,7 +30,10 @@ class AgentBenchEpisode:
     async def step(self, action: str) -> StepResult:
         assert self._server is not None and self._session is not None, "stepped before reset, or after the end"
         try:
-            turn = await self._server.interact(self._session, action)
+            turn = await self._server.interact(self._session, sendable(action))
+        except ContentRefusedError as refused:
+            await self.close()
+            return StepResult(observation=refused.message, done=True, status=EndStatus.INVALID_ACTION)
         except EpisodeLostError:
             await self.close()  # some servers go on counting what they failed at
             raise

@@ -2,7 +2,8 @@
 
 A turn that the server did not take raises ``InfrastructureError`` and may be repeated. A turn of which nobody knows whether
 it was taken, and a session that the server has lost, raise ``EpisodeLostError``. What AgentBench itself reports as the
-failure of a task is never a reward.
+failure of a task is never a reward. An action that the server refuses to read is the policy's: it ends the episode as an
+invalid action.
 """
 
 from __future__ import annotations
@@ -47,6 +48,19 @@ class AgentBenchServer(Protocol):
     async def cancel(self, session: Session) -> None:
         """End a session early. What goes wrong is logged: the server collects what is left."""
         ...
+
+
+class ContentRefusedError(EpisodeLostError):
+    """The server reads no such content: the action's doing, whatever it is. Its session is over for us."""
+
+
+CONTENT_REFUSED = (413, 422)  # too large; not what the protocol has
+_MOST_CHARS = 100_000  # of an action: far above any reply, far below what servers take
+
+
+def sendable(action: str) -> str:
+    """An action as every server reads it: without lone surrogates and NUL, and no longer than one can be."""
+    return action[:_MOST_CHARS].encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
 _ROLES = {"agent": "assistant"}

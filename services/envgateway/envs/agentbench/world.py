@@ -22,6 +22,8 @@ log = structlog.get_logger()
 class AgentBenchWorld:
     """An indexed world (see ``envs/base.py``). The server is first spoken to by the first episode."""
 
+    is_remote = True  # what its episodes raise is the server's, not the action's
+
     def __init__(self, config: AgentBenchConfig) -> None:
         self._config = config
         self._http = HttpConnection(config.url, config.connections)

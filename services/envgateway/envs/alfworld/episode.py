@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,7 +42,8 @@ class AlfworldEpisode:
         self._max_turns = max_turns
         self._game: Game | None = None
         self._admissible: Sequence[str] = ()
-        self._replies: list[str] = []  # those that held an action
+        self._replies: deque[str] = deque(maxlen=_SAME_REPLIES)  # the last that held an action
+        self._taken = 0  # all that held one
         self._turns = 0
         self._malformed = 0
         self._replaced = 0
@@ -73,9 +75,10 @@ class AlfworldEpisode:
         self._turns += 1
         self._replaced += chosen != command
         self._replies.append(action)
+        self._taken += 1
         self._admissible = answer["admissible"]
         text = _heard(answer["feedback"]) + offer(self._admissible)
-        if len(self._replies) > _SAME_REPLIES and len(set(self._replies[-_SAME_REPLIES:])) == 1:
+        if self._taken > _SAME_REPLIES and len(set(self._replies)) == 1:
             return self._result(text, EndStatus.INVALID_ACTION)
         if answer["done"]:
             return self._result(text, EndStatus.COMPLETED, won=answer["won"])

@@ -21,7 +21,7 @@ from services.common.aio import TaskOwner
 from services.common.config.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.child import Child, ChildDied
-from services.envgateway.envs.base import EpisodeLostError
+from services.envgateway.envs.base import ActionFailedError, EpisodeLostError
 from services.envgateway.envs.engines.process import Answer
 from services.envgateway.sandbox.bare import wire
 
@@ -151,7 +151,8 @@ class Game:
         self.number = number
 
     async def step(self, command: str) -> Answer:
-        """Raises ``EpisodeLostError`` when its process died or stalled, ``CapacityError`` when others keep it busy."""
+        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process died
+        or stalled, ``CapacityError`` when others keep it busy."""
         return await self._pool.step(self._worker, self.number, command)
 
     def close(self) -> None:
@@ -189,6 +190,8 @@ class _Worker:
         answer = await asyncio.shield(self._running)
         if answer["kind"] == "refused":
             raise InvalidRequestError(answer["error"])
+        if answer["kind"] == "raised":
+            raise ActionFailedError(f"the {self._engine} engine failed at a command: {answer['error']}")
         if answer["kind"] == "failed":
             raise EpisodeLostError(f"the {self._engine} engine failed: {answer['error']}")
         return answer["answer"]  # type: ignore[no-any-return]

@@ -2,9 +2,10 @@
 
     owner -> process   {"kind": "open", "game", "settings"}    {"kind": "step", "game", "command"}    {"kind": "close", "game"}
     process -> owner   {"kind": "ready"} once, then one answer per request: {"kind": "ok", "answer"} or
-                       {"kind": "refused" | "failed", "error"}
+                       {"kind": "refused" | "failed" | "raised", "error"}
 
-It keeps no deadline; its owner does. Refused is the request's fault, failed is the engine's: the game is gone.
+It keeps no deadline; its owner does. Refused is the request's fault, failed is the engine's, raised is a step's that the
+engine did not understand (``DATA_ERRORS``): after either of the last two the game is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from services.common.process import die_with_parent_if_asked
+from services.envgateway.envs.failures import DATA_ERRORS, told
 from services.envgateway.sandbox.bare import wire
 
 Answer = Mapping[str, Any]
@@ -78,7 +80,8 @@ class _Games:
             return {"kind": "refused", "error": str(error)}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine raises anything, or leaves: its owner is told
             self._close(number)
-            return {"kind": "failed", "error": f"{type(error).__name__}: {error}"}
+            kind = "raised" if request["kind"] == "step" and isinstance(error, DATA_ERRORS) else "failed"
+            return {"kind": kind, "error": told(error)}
         return {"kind": "ok", "answer": answer}
 
     def _close(self, number: int) -> None:

@@ -14,6 +14,7 @@ from pydantic import Field
 from services.common.config.base import Section
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EnvironmentContext, Observation, StepResult
+from services.envgateway.envs.replies import MOST_COMMAND_CHARS
 from services.envgateway.envs.rooms.house import MOST_ROOMS, MOST_THINGS, House
 from services.envgateway.envs.settings import settings_of
 
@@ -52,7 +53,9 @@ class RoomsEnvironment:
         assert self._house is not None, "step before reset"
         house = self._house
         said = _ACTION.findall(action)
-        happened = house.act(" ".join((said[-1] if said else action).lower().split()))
+        command = said[-1] if said else action
+        # Words are only counted where there can be a command: splitting megabytes would hold up every other episode.
+        happened = house.act(" ".join(command.lower().split())) if len(command) <= MOST_COMMAND_CHARS else None
         self._turns += 1
         self._refused += happened is None
         at_end = self._turns >= self._settings.max_turns

@@ -11,6 +11,7 @@ from services.envgateway.envs.engines.pool import EnginePool, Game
 from services.envgateway.envs.replies import MALFORMED, offer, read_action, without_offer
 from services.envgateway.envs.settings import settings_of
 from services.envgateway.envs.textworld import prompts
+from services.envgateway.envs.textworld.commands import REFUSED, is_of_the_game
 from services.envgateway.envs.textworld.games import TextworldSettings, game_of, index_of
 from services.envgateway.envs.textworld.maker import GameMaker
 
@@ -46,10 +47,10 @@ class TextworldEpisode:
     async def step(self, action: str) -> StepResult:
         assert self._game is not None, "stepped before reset"
         command = read_action(action)
-        if command is None:
+        if command is None or not is_of_the_game(command):
             self._turns += 1
             self._malformed += 1
-            return self._result(MALFORMED + offer(self._admissible))
+            return self._result((MALFORMED if command is None else REFUSED) + offer(self._admissible))
         answer = await self._game.step(command)
         self._turns += 1
         self._admissible = answer["admissible"]

@@ -16,7 +16,8 @@ from services.envgateway.envs.webshop.visit import Visit
 
 Style = Literal["agentbench", "bare"]
 
-_REPLY = re.compile(r"[Aa]ction: *\n* *((search|click)\[.+?])")
+# Nothing in it goes back over what it has read: a reply of many spaces or of many beginnings is read once.
+_BEGINNING = re.compile(r"[Aa]ction: *+\n*+ *+((?:search|click)\[)")
 
 RULES = """\
 You are shopping on a website. An instruction tells you what to buy.
@@ -97,8 +98,21 @@ def action_of(reply: str, style: Style) -> str | None:
     """None: the reply names no action."""
     if style == "bare":
         return reply
-    match = _REPLY.search(reply)
-    return match[1] if match else None
+    return _bracketed(reply)
+
+
+def _bracketed(reply: str) -> str | None:
+    """The first ``search[...]`` or ``click[...]`` after an announcement, closed on its line, with something in it."""
+    open_until = 0  # no bracket closes before it: many beginnings on one line look for one once
+    for begins in _BEGINNING.finditer(reply):
+        if begins.end() + 1 < open_until:
+            continue
+        line_end = reply.find("\n", begins.end())
+        open_until = len(reply) if line_end < 0 else line_end
+        closed = reply.find("]", begins.end() + 1, open_until)
+        if closed >= 0:
+            return reply[begins.start(1) : closed + 1]
+    return None
 
 
 def admissible(visit: Visit) -> list[str]:

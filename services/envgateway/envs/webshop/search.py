@@ -43,10 +43,10 @@ class SearchIndex:
     def find(self, query: str, limit: int) -> list[str]:
         """Product ids; none for words that no product has."""
         scores = np.zeros(len(self._ids))
-        for word in _words(query):
+        for word, times in Counter(_words(query)).items():  # a word that is repeated is looked up once
             if word in self._postings:
                 rows, weights = self._postings[word]
-                scores[rows] += weights
+                scores[rows] += times * weights
         (found,) = np.nonzero(scores)
         if len(found) > limit:
             least = np.partition(scores[found], len(found) - limit)[len(found) - limit]

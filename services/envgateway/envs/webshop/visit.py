@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from services.envgateway.envs.webshop.pages import Button, Page, PageKind
 from services.envgateway.envs.webshop.reward import Purchase
 from services.envgateway.envs.webshop.shop import Shop
 
-_ACTION = re.compile(r"(.+)\[(.+)\]")
+_MOST_CHARS = 1000  # of an action: pages repeat the words of a search in their address
 _RESULTS_PER_PAGE = 10
 
 
@@ -40,11 +39,12 @@ class Visit:
         self.page = self._start()
 
     def act(self, action: str) -> None:
-        """``search[words]`` or ``click[value]``; anything else, and a click on what is not there, changes nothing."""
-        match = _ACTION.match(action)
-        if match is None or self.purchase is not None:
+        """``search[words]`` or ``click[value]``; anything else, what is longer than 1000 characters, and a click on what
+        is not there change nothing."""
+        parts = _parts(action)
+        if parts is None or self.purchase is not None:
             return
-        verb, argument = match[1], match[2].lower()
+        verb, argument = parts[0], parts[1].lower()
         if verb == "search":  # WebShop takes one on any page
             words = argument.split(" ")
             self.page = self._results(_Search(words, self._shop.find(" ".join(words))), 1)
@@ -108,3 +108,14 @@ class Visit:
         product = self._shop.product(self._search.product_id)
         self.purchase = self._shop.judge(product, self._goal, self._options)
         return pages.done_page(self._session, product, self._options, self.purchase.reward)
+
+
+def _parts(action: str) -> tuple[str, str] | None:
+    """What stands before the last bracket that opens and between it and the last that closes, on the first line; each has
+    something in it."""
+    line = action[: _MOST_CHARS + 1].partition("\n")[0]
+    if len(line) > _MOST_CHARS:
+        return None
+    closed = line.rfind("]")
+    opened = line.rfind("[", 1, max(closed - 1, 0))
+    return (line[:opened], line[opened + 1 : closed]) if opened >= 1 else None

@@ -146,6 +146,6 @@ def _show(root: str, path: str) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(path, target, None, _MS_BIND | _MS_REC)
-    device = path.startswith("/dev/")
-    flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | (0 if device else _MS_NODEV)
-    _mount("none", target, None, _MS_REMOUNT | _MS_BIND | _MS_NOSUID if device else flags)
+    # a device can be written there all the same; its times cannot be set
+    flags = _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | (0 if path.startswith("/dev/") else _MS_NODEV)
+    _mount("none", target, None, flags)

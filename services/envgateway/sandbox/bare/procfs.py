@@ -83,16 +83,31 @@ def usage(pids: Iterable[int], seen: dict[int, int] | None = None) -> Usage:
         fields = data[data.rfind(b")") + 2 :].split()
         if len(fields) < 22:
             continue
-        # a zombie keeps its accounted time until it is reaped, and holds no memory
-        processes += fields[0] != b"Z"
+        # a zombie keeps its accounted time until it is reaped, and holds no memory, unless only its first thread has ended
+        is_alive = fields[0] != b"Z" or int(fields[17]) > 1
+        processes += is_alive
         own = int(fields[11]) + int(fields[12])
         ticks += own + int(fields[13]) + int(fields[14])
-        pages += int(fields[21])
+        pages += int(fields[21]) if fields[0] != b"Z" else _pages_of_threads(pid) if is_alive else 0
         if seen is not None:
             seen[pid] = max(own, seen.get(pid, 0))
     if seen is not None:
         ticks = max(ticks, sum(seen.values()))
     return Usage(processes, ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
+
+
+def _pages_of_threads(pid: int) -> int:
+    """Of a process whose first thread has ended, in whose name the kernel tells of no memory."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return 0
+    return max((_pages(f"/proc/{pid}/task/{thread}/statm") for thread in threads), default=0)
+
+
+def _pages(path: str) -> int:
+    fields = _read(path).split()
+    return int(fields[1]) if len(fields) > 1 else 0
 
 
 def waited_cpu_s(pid: int) -> float:
@@ -135,8 +150,7 @@ def buffer_bytes(pids: Iterable[int]) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    fields = _read(f"/proc/{pid}/statm").split()
-    return int(fields[1]) * _PAGE_BYTES if len(fields) > 1 else 0
+    return (_pages(f"/proc/{pid}/statm") or _pages_of_threads(pid)) * _PAGE_BYTES
 
 
 def written_bytes(pid: int) -> int:

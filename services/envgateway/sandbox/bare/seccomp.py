@@ -122,6 +122,8 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
     "cachestat": (451, 451),
+    # a number of requests that all of the machine share
+    "io_setup": (206, 0),
     # scheduling
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
@@ -130,13 +132,22 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "ioprio_set": (251, 30),
 }
 _FORKS = {"fork": (57, -1), "vfork": (58, -1)}
-# By path and without opening, so Landlock has no say: where programs run as the gateway's own user they could reach that
-# user's files. They are told that it worked, because copying a file sets its mode and honest programs do that.
-_METADATA = {
+# Landlock has no say in metadata, by path or of what is open for reading: where programs run as the gateway's own user they
+# could reach that user's files. They are told that it worked, because copying a file sets its mode and honest programs do
+# that.
+_TIMES = {"utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88)}
+_METADATA = _TIMES | {
     "chmod": (90, -1), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1), "lchown": (94, -1),
-    "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fchmod": (91, 52), "fchown": (93, 55), "fsetxattr": (190, 7), "fremovexattr": (199, 16),
 }  # fmt: skip
+# Waiting for the machine's disk makes the others wait, and nothing that a program writes outlives it.
+_FLUSHES = {
+    "sync": (162, 81), "syncfs": (306, 267), "fsync": (74, 82), "fdatasync": (75, 83), "sync_file_range": (277, 84),
+    "msync": (26, 227),
+}  # fmt: skip
+# Pages in a pipe: of a huge page, or of a file that is gone, all is kept for the part that is there.
+_SPLICES = {"splice": (275, 76), "tee": (276, 77), "vmsplice": (278, 75), "sendfile": (40, 71)}
 _CLONE_THREAD = 0x00010000
 # Filtered by argument, or only in children.
 _ARGUMENT_FILTERED = {
@@ -161,7 +172,11 @@ _FIRST_UNKNOWN = 463
 # fcntl: locks that processes of different users see on the files that all may read, and who is sent a signal
 _LOCK_COMMANDS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _OWNER_COMMANDS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+# fcntl: leases, notifications and hints on files that all may read
+_WATCH_COMMANDS = (1024, 1026, 1036, 1038)  # F_SETLEASE, F_NOTIFY, F_SET_RW_HINT, F_SET_FILE_RW_HINT
 _F_SETPIPE_SZ = 1031
+# ioctl: FS_IOC_SETFLAGS (and its 32-bit form), _SETVERSION, _FSSETXATTR, _ENABLE_VERITY, _SET_ENCRYPTION_POLICY
+_FILE_REQUESTS = (0x40086602, 0x40046602, 0x40087602, 0x401C5820, 0x40806685, 0x800C6613)
 _OWNER_REQUESTS = (0x8901, 0x8902)  # ioctl: FIOSETOWN, SIOCSPGRP
 _PR_SCHED_CORE = 62
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
@@ -228,6 +243,7 @@ def _unaccounted_memory() -> bytes:
         [
             _instruction(_JEQ, number["mmap"], 0, len(shared)),
             *shared,
+            _when([_instruction(_JEQ, call, 0, 1) for call in _numbers(_SPLICES).values()], _REFUSE),
             _of_call(number["fcntl"], _OFFSET_ARG1, (_F_SETPIPE_SZ,), _REFUSE),
             _of_call(number["setsockopt"], _OFFSET_ARG2, _BUFFER_OPTIONS, _PRETEND),
         ]
@@ -260,7 +276,12 @@ def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
         _instruction(_JEQ, number["flock"], 0, 1),
         _PRETEND,
         _of_call(number["fcntl"], _OFFSET_ARG1, _LOCK_COMMANDS, _PRETEND),
+        _of_call(number["fcntl"], _OFFSET_ARG1, _WATCH_COMMANDS, _REFUSE),
+        _of_call(number["ioctl"], _OFFSET_ARG1, _FILE_REQUESTS, _REFUSE),
     ]
+    # at tier 1 the times of what every user may write, as /dev/null, are shared with the next program
+    pretended = _FLUSHES | (_TIMES if tier == "1" else {})
+    parts.append(_when([_instruction(_JEQ, call, 0, 1) for call in _numbers(pretended).values()], _PRETEND))
     if not accounted:
         parts.append(_unaccounted_memory())
     if tier == "2":  # a mount namespace only; never a user namespace, which would hand out capabilities

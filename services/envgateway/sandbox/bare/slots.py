@@ -138,10 +138,14 @@ def _clear_attributes(path: str) -> None:
         pass
 
 
-def kill_user(uid: int) -> None:
-    """SIGKILL to every process of a slot user, from a helper that has become that user and no other.
+_NOBODYS_UID = 65_001  # after the last slot user; no process is ever started as this one
 
-    Nothing happens on a machine that is out of processes: whoever waits for them to be gone asks again.
+
+def kill_user(uid: int) -> None:
+    """SIGKILL to every process of a slot user, from a helper that may signal that user and no other.
+
+    The helper's real and saved user is nobody's, so no process of the slot can stop or kill the helper, whose end is waited
+    for. Nothing happens on a machine that is out of processes: whoever waits for them to be gone asks again.
     """
     try:
         helper = os.fork()
@@ -151,7 +155,7 @@ def kill_user(uid: int) -> None:
         try:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+            os.setresuid(_NOBODYS_UID, uid, _NOBODYS_UID)
             os.kill(-1, signal.SIGKILL)
         except ProcessLookupError:  # nothing was left
             pass

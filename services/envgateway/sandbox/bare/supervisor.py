@@ -57,7 +57,6 @@ class Supervisor:
         self._conversations: dict[int, Conversation] = {}
         self._epoll = select.epoll()
         self._gateway = GatewayEnd(self._epoll, gateway)
-        self._devnull = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._forks = ForkServers(
             self._epoll, {**zygote, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
                           "accounted": memory is not None},
@@ -227,7 +226,7 @@ class Supervisor:
     def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
         slot = self._places.take(head["place"])
         source_fd = sealed(source)
-        stdin_fd = sealed(stdin) if stdin else self._devnull
+        stdin_fd = sealed(stdin) if stdin else _nothing()
         pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe(), os.pipe2(os.O_CLOEXEC)]
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
@@ -240,7 +239,7 @@ class Supervisor:
             ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
             self._conversations[run.id] = Conversation(self._epoll, run, say_fd, payload)
         else:
-            ask_fd = sealed(payload) if payload else self._devnull
+            ask_fd = sealed(payload) if payload else _nothing()
         message = messages.START_STRUCT.pack(
             *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
                    limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
@@ -255,8 +254,7 @@ class Supervisor:
         run.zygote.runs.add(run.id)
         run.zygote.send(message, [*fds, *namespace])
         for fd in fds:
-            if fd != self._devnull:
-                os.close(fd)
+            os.close(fd)
 
     def _receive_from(self, zygote: Zygote) -> None:
         message = self._forks.receive(zygote)
@@ -316,6 +314,11 @@ class Supervisor:
         self._line.ended(run.id)
         self._begin_next()
         self._gateway.send(*run.result(self._tier))
+
+
+def _nothing() -> int:
+    """To read from. Opened anew for each run: flags and owner of one opening would be a message to the next program."""
+    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _no_pipe() -> tuple[int, int]:

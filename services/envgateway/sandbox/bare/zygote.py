@@ -35,7 +35,8 @@ _SCIENTIFIC = ("numpy", "numpy.fft", "numpy.linalg", "numpy.random", "sympy")  #
 
 
 def _hold(path: str, fd: int) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    """Children share what is open here, so it is open as a place only, which has no offset, flags or owner to set."""
+    opened = os.open(path, os.O_PATH)
     if opened != fd:
         os.dup2(opened, fd)
         os.close(opened)

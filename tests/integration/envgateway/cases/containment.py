@@ -5,7 +5,7 @@
 56  memory that is in no resident set
 57  files beside the work dir
 58  the gateway and other processes of the same user
-59  locks and notifications on files that all may read
+59  locks, leases, notifications and flags of files that all may read, and what the machine has once
 """
 
 from __future__ import annotations
@@ -110,6 +110,15 @@ _MEMORY = {
     "secret": "assert libc.syscall(447, 0) >= 0\n",
     "named": "with open('/dev/shm/x', 'wb') as f:\n    for i in range(400): f.write(b'x' * (1 << 20))\n",
     "system-v": "assert libc.shmget(0, 400 << 20, 0o1600) >= 0\n",
+    "huge-pages-in-pipes": "keep = []\nfor n in range(200):\n"
+    "    if n % 8 == 0: keep.append(pipe := os.pipe())\n"
+    "    keep.append(m := mmap.mmap(-1, 4 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))\n"
+    "    at = (ctypes.addressof(ctypes.c_char.from_buffer(m)) + (2 << 20) - 1) & ~((2 << 20) - 1)\n"
+    "    libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(2 << 20), 14); ctypes.memset(at, 1, 2 << 20)\n"
+    "    if libc.syscall(278, pipe[1], (ctypes.c_size_t * 2)(at, 4096), 1, 0) < 0: raise OSError\n"
+    "    libc.munmap(at, 2 << 20)\n",
+    "first-thread-ends": "import threading\ndef take():\n    time.sleep(.05)\n    keep = bytearray(b'1' * (300 << 20)); time.sleep(.3)\n"
+    "    os.write(1, b'kept'); os._exit(0)\nthreading.Thread(target=take).start()\nlibc.syscall(60, 0)\n",
     "over-children": "for _ in range(6):\n    if os.fork() == 0: break\nm = mmap.mmap(-1, 60 << 20)\n"
     "for i in range(0, 60 << 20, 1 << 20):\n"
     "    m[i:i + (1 << 20)] = b'x' * (1 << 20); m.madvise(mmap.MADV_DONTNEED, i, 1 << 20)\ntime.sleep(1)\n",
@@ -240,6 +249,42 @@ base.execute("insert into t values (7)")
 base.commit()
 print(seen, sqlite3.connect("data.db").execute("select n from t").fetchall())
 """
+_WATCHES = """
+import ctypes, fcntl, os, signal, struct
+libc = ctypes.CDLL(None, use_errno=True)
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+done = []
+def attempt(name, function):
+    try:
+        if function() != -1:
+            done.append(name)
+    except OSError:
+        pass
+open("own", "w").close()
+library = os.path.dirname(os.__file__)
+for path in ("own", "/etc/ld.so.cache", os.__file__, ".", "..", library, "/usr/lib"):
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        continue
+    for kind in (0, 1):
+        attempt(f"lease {kind} on {path}", lambda: fcntl.fcntl(fd, 1024, kind))
+    attempt(f"notification of {path}", lambda: fcntl.fcntl(fd, 1026, 0x8000003F))
+    for hint in (1036, 1038):
+        attempt(f"hint {hint} on {path}", lambda: fcntl.fcntl(fd, hint, struct.pack("Q", 4)))
+    for request in (0x40086602, 0x40087602, 0x401C5820, 0x40806685, 0x800C6613):
+        attempt(f"{request:#x} on {path}", lambda: fcntl.ioctl(fd, request, b"\\0" * 128))
+context = ctypes.c_ulong()
+attempt("requests", lambda: libc.syscall(206, 128, ctypes.byref(context)))
+os.sync()
+with open("own", "w") as own:
+    own.write("7")
+    own.flush()
+    os.fsync(own)
+import shutil
+shutil.copyfile("own", "other")
+print(done, open("other").read())
+"""
 
 CASES: list[Bad] = [
     *(case for name, code in _IN_THE_CHANNEL.items() for case in _in_the_channel(name, code)),
@@ -257,5 +302,6 @@ CASES: list[Bad] = [
         check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=6.0),
     bad(57, "beside-the-work-dir", _DISK, RE, OK, WA, check=lambda result: True),
     bad(58, "the-gateway", _GATEWAY, OK, check=lambda result: "DONE []" in first(result).stdout, wall_s=6.0),
+    bad(59, "watches", _WATCHES, OK, check=lambda result: first(result).stdout == "[] 7\n"),
     bad(59, "locks", _LOCKS, OK, check=lambda result: first(result).stdout.startswith("[] [(7,)]")),
 ]  # fmt: skip

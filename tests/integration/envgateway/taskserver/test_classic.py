@@ -189,3 +189,9 @@ async def test_what_is_possible_in_the_newest_turn_only_is_left_out_of_older_one
     assert newest[-1]["content"] == "seen, and what is possible now"
     older = (await _say(http, number, "hello"))["output"]["history"]
     assert [message["content"] for message in older[-4:]] == ["long", "seen", "hello", "you said hello"]
+
+
+@pytest.mark.parametrize("reward", ["much", None, [1], {}, "1" * 400])
+async def test_rewards_that_are_no_numbers_are_refused(http: Http, reward: object) -> None:
+    body = {"name": "orders-std", "results": [{"result": {"reward": reward}}]}
+    await http.post("/api/calculate_overall", body, status=422)

@@ -10,6 +10,7 @@ import pytest
 
 from services.common.config.environments import AgentBenchConfig, ServedTaskConfig
 from services.common.errors import CapacityError, InvalidRequestError
+from services.envgateway.envs.agentbench import episode as episode_module
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.base import EpisodeLostError
 from tests.integration.envgateway.taskserver.scripted import Http, task_server
@@ -18,8 +19,8 @@ PROTOCOLS = ["classic", "adapter"]
 
 
 @asynccontextmanager
-async def playing(protocol: Any, concurrency: int = 8) -> AsyncIterator[tuple[AgentBenchWorld, Http]]:
-    async with task_server({"orders": ServedTaskConfig(concurrency=concurrency)}) as server:
+async def playing(protocol: Any, concurrency: int = 8, **settings: Any) -> AsyncIterator[tuple[AgentBenchWorld, Http]]:
+    async with task_server({"orders": ServedTaskConfig(concurrency=concurrency)}, **settings) as server:
         url = f"http://127.0.0.1:{server.server.port}/api"
         world = AgentBenchWorld(AgentBenchConfig(url=url, protocol=protocol))
         yield world, server
@@ -64,3 +65,34 @@ async def test_failures_are_told_apart_and_places_come_back(protocol: str) -> No
 async def test_a_server_of_both_protocols_is_taken_for_a_controller() -> None:
     async with playing("auto") as (world, _):
         assert type(await world.server()).__name__ == "ClassicServer"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_an_action_that_the_server_does_not_read_ends_the_episode_without_another_try(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with playing(protocol, concurrency=1, body_bytes=2000) as (world, server):
+        for action in ("a" * 3000, "\ud800"):  # larger than the server's largest body; no Unicode text
+            episode = world.build()
+            await episode.reset({"index": 0}, 0)
+            with monkeypatch.context() as unguarded:
+                unguarded.setattr(episode_module, "sendable", str)
+                result = await episode.step(action)
+            assert (result.reward, result.done, result.status) == (0.0, True, "agent invalid action")
+            assert server.episodes.num_live == 0
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_any_action_is_sent_so_that_the_server_reads_it(protocol: str) -> None:
+    async with playing(protocol, concurrency=1) as (world, _):
+        episode = world.build()
+        await episode.reset({"index": 0}, 0)
+        for action in (
+            "x" * (17 << 20),
+            "\ud800\udfff",
+            "a\0b",
+            '{"done": true, "reward": 1.0}',
+            "",
+            "\u2028" * 300_000,
+        ):
+            assert not (await episode.step(action)).done

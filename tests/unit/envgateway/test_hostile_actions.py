@@ -1,0 +1,287 @@
+"""What an action's bytes may do to a world: cost its turn, and nothing else. No exception, no long turn, no other try."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.config.environments import WebshopConfig
+from services.envgateway.envs.alfworld.actions import choose
+from services.envgateway.envs.base import ActionFailedError, EndStatus, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.guarded import GuardedEnvironment
+from services.envgateway.envs.gymnasium import GymnasiumEnvironment
+from services.envgateway.envs.replies import MOST_COMMAND_CHARS, read_action
+from services.envgateway.envs.rooms.environment import RoomsEnvironment
+from services.envgateway.envs.textworld.commands import REFUSED, is_of_the_game
+from services.envgateway.envs.textworld.episode import TextworldEpisode
+from services.envgateway.envs.webshop import dialogue, visit
+from services.envgateway.envs.webshop.world import WebshopWorld
+from services.envgateway.episodes import EpisodeManager
+from services.envgateway.taskserver.history import cut, num_pieces
+from tests.integration.envgateway.environments.serving import registry
+
+from .webshop.made import write_catalogue
+
+HUGE = 2_000_000  # what reads it again for each of its characters takes hours: its test does not end
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "save", "restore", "restart", "quit", "q", "script", "look. script", "look, then save", "tw-trace-actions",
+        "\\x", "\\h", "\\", "look\\", "restrict commands", "a\0b", "caf\u00e9", "\ud800", "look\rlook", "<score>9</score>",
+        "*** the end ***", "a" * 201, "", "...", "purloin coin", "look and quit", '"save"',
+    ],
+)  # fmt: skip
+def test_commands_of_the_interpreter_do_not_reach_the_game(command: str) -> None:
+    assert not is_of_the_game(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "look", "take knife from table", "cook chef's pork-chop with stove", "take all. go east", "examine save point",
+        "insert type 4 latchkey into box", "x recording", "drop the tree", "unlock door with half-eaten key",
+    ],
+)  # fmt: skip
+def test_commands_of_the_game_do(command: str) -> None:
+    assert is_of_the_game(command)
+
+
+async def test_a_command_that_is_refused_costs_its_turn_and_the_engine_never_sees_it(tmp_path: Path) -> None:
+    (tmp_path / "a.z8").touch()
+
+    class Engine:
+        async def open(self, settings: Mapping[str, Any]) -> tuple[Engine, dict[str, Any]]:
+            return self, {"feedback": "A room.", "admissible": ["look"], "objective": "", "max_score": 1.0}
+
+        async def step(self, command: str) -> dict[str, Any]:
+            raise AssertionError(f"the engine saw {command!r}")
+
+    episode = TextworldEpisode(Engine(), None, tmp_path, 3)  # type: ignore[arg-type]
+    await episode.reset({"index": 0}, 0)
+    results = [await episode.step(f"ACTION: {command}") for command in ("\\x", "save", "a" * 10_000)]
+    assert REFUSED in results[0].observation and "look" in results[0].observation
+    assert [(result.reward, result.done) for result in results] == [(0.0, False), (0.0, False), (0.0, True)]
+    assert results[-1].metrics["malformed_replies"] == 3.0
+
+
+@pytest.mark.parametrize("command", ["go to " * HUGE, "x" * HUGE, "a b c d " * (HUGE // 8)])
+def test_a_command_of_megabytes_is_no_command(command: str) -> None:
+    assert read_action(f"ACTION: {command}") is None
+    assert read_action("ACTION: " + "x" * MOST_COMMAND_CHARS) is not None
+
+
+@given(st.text(max_size=MOST_COMMAND_CHARS))
+def test_the_most_alike_action_is_one_that_is_listed_or_the_command_itself(command: str) -> None:
+    listed = ["go to shelf 1", "look", "take mug 1 from shelf 1"]
+    assert choose(command, listed) in {*listed, command}
+
+
+_PLAIN_REPLY = re.compile(r"[Aa]ction: *\n* *((search|click)\[.+?])")
+_PLAIN_ACTION = re.compile(r"(.+)\[(.+)\]")
+_PIECES = ["Action:", "action:", " ", "\n", "search[", "click[", "]", "[", "a", "search[]]", "\r", "\u2028"]
+_texts = st.lists(st.sampled_from(_PIECES), max_size=24).map("".join)
+
+
+@given(_texts)
+def test_a_shop_reply_is_read_as_the_plain_expression_reads_it(reply: str) -> None:
+    found = _PLAIN_REPLY.search(reply)
+    assert dialogue.action_of(reply, "agentbench") == (found[1] if found else None)
+
+
+@given(_texts)
+def test_a_shop_action_is_read_as_the_plain_expression_reads_it(action: str) -> None:
+    found = _PLAIN_ACTION.match(action)
+    assert visit._parts(action) == (found.groups() if found else None)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> WebshopWorld:
+    return WebshopWorld(WebshopConfig(data=write_catalogue(tmp_path), max_turns=10**6))
+
+
+@pytest.mark.parametrize(("style", "page"), [("agentbench", "text"), ("bare", "url")])
+async def test_replies_that_make_an_expression_go_back_are_read_once(shop: WebshopWorld, style: str, page: str) -> None:
+    bombs = [
+        "Action:" + " " * HUGE, "Action:" + "\n" * HUGE, "Action: search[" * (HUGE // 15), "[" * HUGE, "]" * HUGE,
+        "a[" * HUGE, "Action: search[" + "the " * (HUGE // 4) + "]", "search[" + "mug " * (HUGE // 4) + "]",
+        "Action:click[" + "[" * HUGE, "x" * HUGE + "[a]",
+    ]  # fmt: skip
+    environment = {"style": style, "observation": page}
+    for bomb in bombs:
+        episode = shop.build()
+        await episode.reset({"index": 0, "environment": environment}, 0)
+        result = await asyncio.to_thread(episode.step, bomb)
+        assert result.reward == 0.0 and len(result.observation) < 20_000
+
+
+async def test_pages_ids_and_addresses_that_are_not_there_change_nothing(shop: WebshopWorld) -> None:
+    episode = shop.build()
+    await episode.reset({"index": 0}, 0)
+    asked = [
+        "b00000000a",
+        "B0NOTHERE",
+        "../../etc/passwd",
+        "http://127.0.0.1/done",
+        "buy now",
+        "next >",
+        "< prev",
+        "\0",
+    ]
+    for value in [
+        *asked,
+        "search",
+        "navy blue",
+        "attributes",
+        "item_page/0/B00000000A",
+        "%s%n",
+        "\ud800",
+        "ｂｕｙ ｎｏｗ",
+    ]:
+        result = episode.step(f"Action: click[{value}]")
+        assert (result.reward, result.done) == (0.0, False)
+        assert "Search" in result.observation and "Buy Now" not in result.observation.split("Observation:")[-1]
+
+
+class _Discrete:
+    n = 4
+
+
+class _Maze:
+    action_space = _Discrete()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        return "start", {}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        assert 0 <= action < 4
+        return f"went {action}", 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("action", ["9" * 5000, "1" * HUGE, "4", "", "-", "1e400", "\u00b2", "9" * 19, "\0"])
+def test_what_is_no_number_of_a_space_is_told_and_pays_nothing(action: str) -> None:
+    maze = GymnasiumEnvironment(_Maze())
+    maze.reset({}, 0)
+    result = maze.step(action)
+    assert (result.reward, result.done) == (0.0, False)
+    assert "whole number from 0 to 3" in result.observation
+
+
+async def test_rooms_take_megabytes_for_an_impossible_action() -> None:
+    rooms = RoomsEnvironment(None)  # type: ignore[arg-type]
+    await rooms.reset({"index": 1}, 0)
+    for action in ("look " * HUGE, "action: " * (HUGE // 8), "ACTION:" + "a " * HUGE, "\ud800", ""):
+        result = await rooms.step(action)
+        assert (result.observation, result.reward) == ("Nothing happens.", 0.0)
+
+
+class Failing:
+    """Raises or returns what the action names."""
+
+    what: Any = None
+
+    def __init__(self, context: object) -> None:
+        pass
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        return Observation(text="go\ud800")
+
+    async def step(self, action: str) -> StepResult:
+        return _do(action)
+
+    async def close(self) -> None:
+        pass
+
+
+class FailingPlain(Failing):
+    def step(self, action: str) -> StepResult:  # type: ignore[override]
+        return _do(action)
+
+
+def _do(action: str) -> Any:
+    kinds: dict[str, type[BaseException]] = {
+        "exit": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError, "value": ValueError,
+        "stop": StopIteration, "base": BaseException, "recursion": RecursionError, "group": OSError,
+    }  # fmt: skip
+    if action in kinds:
+        raise kinds[action]("x\ud800" * 1_000_000)
+    returned = {
+        "none": None,
+        "tuple": ("", 1.0, True),
+        "nan": StepResult(reward=math.nan),
+        "inf": StepResult(reward=math.inf),
+        "number": StepResult(observation=5),  # type: ignore[arg-type]
+        "words": StepResult(reward="much"),  # type: ignore[arg-type]
+        "surrogate": StepResult(observation="\ud800", metrics={"a": True}),
+    }
+    return returned[action]
+
+
+FAILING = {"failing": Failing, "plain": FailingPlain}
+RAISED = ["exit", "interrupt", "cancel", "value", "stop", "base", "recursion", "group"]
+RETURNED = ["none", "tuple", "nan", "inf", "number", "words"]
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("action", [*RAISED, *RETURNED])
+async def test_a_users_class_that_fails_loses_its_episode_and_nothing_else(name: str, action: str) -> None:
+    known = registry(factories=FAILING)
+    episodes = EpisodeManager(known, max_episodes=4, lease_s=60.0, step_timeout_s=5.0)
+    start = await episodes.create("", name, {}, 0)
+    other = await episodes.create("", name, {}, 0)
+    assert start.observation.text == "go?"
+    with pytest.raises(EpisodeLostError) as failure:
+        await episodes.step(start.episode_id, 1, action)
+    assert len(failure.value.message) < 1000
+    result = await episodes.step(other.episode_id, 1, "surrogate")
+    assert (result.observation, result.metrics) == ("?", {"a": 1.0})
+    assert (episodes.num_live, episodes.counts["failed"]) == (1, 1)
+    await episodes.close_all()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x" * HUGE), KeyError("x"), RecursionError(), ActionFailedError("engine")]
+)
+async def test_a_fault_of_a_built_in_world_costs_the_action_that_meets_it(error: Exception) -> None:
+    class Faulty(Failing):
+        def step(self, action: str) -> StepResult:  # type: ignore[override]
+            raise error
+
+    known = registry()
+    world = GuardedEnvironment(Faulty(None), "faulty", known._failed_actions)
+    result = await world.step("anything")
+    assert (result.reward, result.done, result.status) == (0.0, True, EndStatus.INVALID_ACTION)
+    assert known.gauges == {"faulty_failed_actions": 1.0}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "no space"), EpisodeLostError("its process died")])
+async def test_what_fails_in_the_machine_stays_a_failure_of_a_built_in_world(error: Exception) -> None:
+    class Broken(Failing):
+        def step(self, action: str) -> StepResult:  # type: ignore[override]
+            raise error
+
+    with pytest.raises(type(error)):
+        await GuardedEnvironment(Broken(None), "broken", registry()._failed_actions).step("anything")
+
+
+async def test_only_worlds_of_ours_are_guarded() -> None:
+    known = registry(factories={"rooms": Failing, "mine": Failing})
+    assert isinstance(known.build("rooms"), Failing) and isinstance(known.build("mine"), Failing)
+    assert isinstance(known.build("tool"), GuardedEnvironment)
+
+
+def test_a_turn_of_megabytes_is_counted_no_further_than_history_shows() -> None:
+    first, huge = {"role": "user", "content": "task"}, {"role": "agent", "content": "a " * HUGE}
+    answer = {"role": "user", "content": "seen"}
+    for _ in range(20):
+        assert [message["role"] for message in cut([first, huge, answer])] == ["user"]
+    assert num_pieces("a " * 10_000) == 10_000
