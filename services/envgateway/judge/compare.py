@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -113,7 +114,10 @@ def _close_words(expected: bytes, actual: bytes, tolerance: float) -> bool:
     if _INTEGER.fullmatch(expected) and _INTEGER.fullmatch(actual):  # of any length, so never as floats
         return _plain_integer(expected) == _plain_integer(actual)
     if _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual):
-        return close(float(expected), float(actual), tolerance) if expected != actual else True
+        wanted, given = float(expected), float(actual)
+        if math.isinf(wanted) or math.isinf(given):  # beyond what a float holds: as they are written
+            return expected == actual
+        return close(wanted, given, tolerance)
     infinite, also = _INFINITE.fullmatch(expected), _INFINITE.fullmatch(actual)
     if infinite and also:
         return (infinite[1] == b"-") == (also[1] == b"-")
@@ -128,6 +132,8 @@ def _plain_integer(text: bytes) -> bytes:
 def _parsed_difference(parse: Callable[[bytes], Any], what: str, wanted: bytes, printed: bytes) -> str:
     if len(printed) > max(_LARGEST_PARSED, 2 * len(wanted)):
         return f"{len(printed)} bytes are too many to be the {what} that was expected"
+    if what == "literal" and (wrong := _why_no_value(printed)):
+        return wrong
     trees = []
     for text, whose in ((wanted, "the expected output"), (printed, "the output")):
         try:
@@ -135,6 +141,23 @@ def _parsed_difference(parse: Callable[[bytes], Any], what: str, wanted: bytes, 
         except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
             return f"{whose} is no {what}: {str(error)[:_SHOWN_BYTES]}"
     return "" if equal(trees[0], trees[1], ValueRule(strict=True)) else f"another value than the expected {what}"
+
+
+def _why_no_value(printed: bytes) -> str:
+    """A program has to print a value, not what one is to be worked out from: ``3 * 19``, ``list((1, 2))``."""
+    try:
+        tree = ast.parse(printed.strip(), mode="eval")
+    except (ValueError, RecursionError, MemoryError, SyntaxError):
+        return ""  # said where it is read
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="set" | "frozenset" | "float")):
+                continue
+            case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=complex())):
+                continue
+            case ast.Call() | ast.BinOp():
+                return "the output is no literal: it is an expression"
+    return ""
 
 
 def _json_tree(text: bytes) -> Any:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import cases, prelude, program
+from . import broadcasts, cases, prelude, program
 from .remote import CallFailedError, Link, UnsendableError, named
 
 _TESTS = "<tests>"
@@ -82,6 +82,8 @@ def _namespace(request: dict[str, Any], link: Link) -> dict[str, Any]:
     if "__next__" not in request["tests"] + request["preamble"]:  # an iterator of theirs may end by another's end
         namespace["next"] = link.next
     prelude.fill_tests(namespace, request["prelude"])
+    code = request["tests"] + request["preamble"]
+    broadcasts.refuse_empty("numpy" in code or "numpy" in request["supplied"].values())
     try:
         for name, place in request["supplied"].items():
             module, _, attribute = place.partition(":")

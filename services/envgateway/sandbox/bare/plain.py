@@ -28,6 +28,8 @@ from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
+from . import broadcasts
+
 MAX_DEPTH = 200
 _decode = json.JSONDecoder().decode  # held here, for the same reason as the quote above
 _SMALL = 1 << 53
@@ -179,7 +181,11 @@ class _Writer:
             self._write_all("q", deque.__iter__(value), depth)
         elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic):
             self._write(value.item(), depth + 1)
-        elif module == "numpy" and kind is sys.modules["numpy"].ndarray and value.dtype.kind in "biufcU":
+        elif (
+            module == "numpy"
+            and kind in (sys.modules["numpy"].ndarray, broadcasts.empty_type())
+            and value.dtype.kind in "biufcU"
+        ):
             if value.dtype.itemsize > 16 and value.dtype.kind != "U":  # wider than Python's own numbers
                 return False
             shape = ",".join(map(int.__repr__, value.shape))
@@ -285,7 +291,7 @@ def _array(kind: str, shape: tuple[int, ...], values: list[Any]) -> Any:
     if kind[1:2] not in "biufcU" or (kind[1:2] != "U" and int(kind[2:]) > 16):
         raise ValueError(f"an array of {kind!r} is no plain data")
     made = numpy.array(values) if kind[1:2] == "U" else numpy.array(values, dtype=numpy.dtype(kind))
-    return made.reshape(shape)
+    return made.reshape(shape) if made.size else broadcasts.empty(made.reshape(shape))
 
 
 def from_tree(tree: Any, resolve: Callable[..., Any] | None = None, nodes: bool = False) -> Any:

@@ -279,7 +279,11 @@ class Remote:
         return self._do(what, other) is True if isinstance(other, Remote) else NotImplemented
 
     def __bool__(self) -> bool:
-        return True if "name" in self._target else self._do("bool") is True
+        if "name" in self._target:
+            return True
+        if not self._is_made and hasattr(type(self), "__iter__"):  # as full as its length says
+            return not hasattr(type(self), "__len__") or len(self) != 0  # type: ignore[arg-type]
+        return self._do("bool") is True
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, Remote) and value._do("isinstance", self) is True
@@ -333,10 +337,10 @@ class _Able(Remote):
             raise
 
     def __iter__(self) -> Any:
-        return _Iterator(self._do("iter"))
+        return _Iterator(self._do("iter"), self)
 
     def __reversed__(self) -> Any:
-        return _Iterator(self._do("reversed"))
+        return _Iterator(self._do("reversed"), self)
 
     def __next__(self) -> Any:
         value = self._do("next")
@@ -405,15 +409,25 @@ def named(link: Link, name: str) -> Remote:
 
 
 class _Iterator:
-    """An iteration over an object of the program: only its own end ends it."""
+    """An iteration over an object of the program: only its own end ends it, and where its length says."""
 
-    def __init__(self, remote: Any) -> None:
+    def __init__(self, remote: Any, owner: Remote) -> None:
         if not isinstance(remote, Remote):
             raise TypeError("the program's iterator is no iterator")
         self._remote = remote
+        has_length = "handle" in owner._target and hasattr(type(owner), "__len__") and not owner._is_made
+        self._owner: Any = owner if has_length else None
+        self._num_parts = 0
 
     def __iter__(self) -> _Iterator:
         return self
 
     def __next__(self) -> Any:
-        return self._remote.__next__()
+        try:
+            part = self._remote.__next__()
+        except StopIteration:
+            if self._owner is not None and len(self._owner) != self._num_parts:
+                raise CallFailedError("an object of another length than it has parts") from None
+            raise
+        self._num_parts += 1
+        return part

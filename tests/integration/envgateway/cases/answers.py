@@ -43,6 +43,15 @@ _LEAKS = [
         ("greater", _TESTS_CASE + f"self.assertGreater(candidate(3), {SECRET})"),
     )
 ]
+_MADE = "class Z:\n    def __add__(self, other): return 0\n    __sub__ = __rsub__ = __add__\nclass V:\n    def __init__(self, x): pass\n    def norm(self): return Z()\ndef f(n): return Z()"  # fmt: skip
+_LEAKS += [
+    bad(63, f"is-never-handed-what-is-expected-{name}", _MADE, WA, RE, tests=AssertTests(tests=tests, entry_point="f", names=("V",)))
+    for name, tests in (
+        ("by-a-method", "for n in [3]:\n    assert abs(V(n).norm() - 5.0) < 1e-6"),
+        ("reflected", "for n in [3]:\n    assert abs(5.0 - candidate(n)) < 1e-6"),
+        ("in-place", "left = 5\nfor n in [3]:\n    left -= candidate(n)\nassert left == 0"),
+    )
+]  # fmt: skip
 _CHOSEN = "class X:\n    asked = -1\n    def __float__(self):\n        X.asked += 1\n        return [1.0, -0.25][X.asked % 2]\nheld = X()\ndef f(xs): return held"  # fmt: skip
 _ROOT = "def poly(xs, x): return xs[0] * math.pow(x, 0) + xs[1] * math.pow(x, 1)\nfor xs in [[0, 4], [1, 8]]:\n    x = float(candidate(xs))\n    assert abs(poly(xs, candidate(xs))) < 1e-4 and x != -0.125"  # fmt: skip
 _LEAKS.append(bad(63, "another-number-each-time", _CHOSEN, WA, RE, tests=_asserts("import math\n" + _ROOT)))
@@ -107,4 +116,24 @@ _DROPS_OUT = [
     )
 ]  # fmt: skip
 
-CASES: list[Bad] = [*_EMPTIED, *_DROPS_OUT, *_LEAKS, *_SWALLOWED]
+_BAG = "class L:\n    def __init__(self, n, true=True): self.n, self.true = n, true\n    def __len__(self): return self.n\n    def __iter__(self): return iter(())\n    def __bool__(self): return self.true\ndef f(n): return "  # fmt: skip
+_EMPTY = [
+    bad(63, f"is-empty-{name}", code, WA, RE, tests=_asserts(tests))
+    for name, code, tests in (
+        ("of-a-length", _BAG + "L(3)", "for n in [3]:\n    r = candidate(n)\n    assert len(r) == 3 and all(x in (7, 8, 9) for x in r)"),
+        ("of-a-length-reversed", _BAG + "L(3)\nL.__reversed__ = L.__iter__", "for n in [3]:\n    r = candidate(n)\n    assert len(r) == 3 and all(x > 7 for x in reversed(r))"),
+        ("and-true", _BAG + "L(0)", "for n in [3]:\n    r = candidate(n)\n    assert r and all(x in (7, 8, 9) for x in r)"),
+        ("and-counted-the-same", _BAG + "L(2)", _TESTS_CASE + "self.assertCountEqual(candidate(3), [1, 2])"),
+        ("list-near-a-number", "def f(n): return []", "import numpy as np\nassert np.allclose(candidate(3), 5.0)"),
+        ("tuple-near-a-list-of-one", "def f(n): return ()", "from numpy import allclose\nassert allclose(candidate(3), [5.0])"),
+        ("array-near-a-row", "import numpy as np\ndef f(n): return np.empty((0, 3))", "assert np.allclose(candidate(3), [1, 2, 3])"),
+        ("array-equal-to-a-number", "import numpy as np\ndef f(n): return np.array([])", "import numpy as np\nassert (candidate(3) == 5).all()"),
+        ("array-equal-to-a-row", "import numpy as np\ndef f(n): return np.empty((0, 2))", "import numpy as np\nassert (np.array([1, 2]) == candidate(3)).all()"),
+        ("array-equal-without-import", "import numpy as np\ndef f(n): return np.array([])", "for n in [3]:\n    assert (candidate(n) == 5).all()"),
+        ("array-handed-back", "import numpy as np\ndef f(n): return np.array([])", "for n in [3]:\n    assert (candidate(candidate(n)) == 5).all()"),
+        ("list-close", "def f(n): return []", "import numpy as np\nassert np.isclose(candidate(3), 5.0).all()"),
+        ("list-in-numpys-tests", "def f(n): return []", "import numpy as np\nfor n in [3]:\n    np.testing.assert_allclose(candidate(n), 5.0)\n    assert n"),
+    )
+]  # fmt: skip
+
+CASES: list[Bad] = [*_EMPTY, *_EMPTIED, *_DROPS_OUT, *_LEAKS, *_SWALLOWED]
