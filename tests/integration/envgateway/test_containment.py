@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -128,6 +129,49 @@ async def test_a_program_leaves_the_next_no_message(pool: SandboxPool, channel: 
     result = await pool.run(ExecutionRequest(code=reader, limits=limits))
     assert (result.status, result.stdout) == (S.OK, b"False\n"), result.stderr
     await assert_clean(pool)
+
+
+async def test_a_datagram_reaches_no_socket_of_the_machine(pool: SandboxPool) -> None:
+    name, path = f"\0millrace-test-{os.getpid()}", f"/var/tmp/millrace-{os.getpid()}-socket"
+    code = f"""
+import asyncio, socket
+done = []
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK):
+    for to in ({name!r}, {path!r}):
+        try:
+            one, other = socket.socketpair(socket.AF_UNIX, kind)
+            one.sendto(b"x", to)
+            done.append((kind, to))
+        except OSError:
+            pass
+        try:
+            one.sendmsg([b"x"], [], 0, to)
+            done.append((kind, to))
+        except (OSError, NameError):
+            pass
+asyncio.run(asyncio.sleep(0))
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    one, other = socket.socketpair(socket.AF_UNIX, kind)
+    one.send(b"x")
+    assert other.recv(9) == b"x"
+print(done)
+"""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+    ):
+        abstract.bind(name)
+        named.bind(path)
+        try:
+            os.chmod(path, 0o777)
+            result = await pool.run(ExecutionRequest(code=code, limits=ExecutionLimits(wall_s=3.0)))
+            for reached in (abstract, named):
+                reached.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    reached.recv(9)
+        finally:
+            os.unlink(path)
+    assert (result.status, result.stdout) == (S.OK, b"[]\n"), result.stderr
 
 
 async def test_files_beside_the_work_dir_count_for_the_quota(pool: SandboxPool) -> None:

@@ -8,11 +8,12 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare.slots import kill_user, remove_tree
+from services.envgateway.sandbox.bare.slots import Slot, kill_user, remove_tree
 from tests import needs
 
 
@@ -69,6 +70,59 @@ def test_links_are_removed_and_not_followed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "unlink", unlink)
     remove_tree(str(tree))
     assert failed and not tree.exists() and _mode(target) == 0o644
+
+
+def _deep(work: Path) -> None:
+    (work / ".flat-1").mkdir()
+    (work / ".flat-1" / "in-the-way").touch()
+    here = os.open(work, os.O_RDONLY)
+    for _ in range(1200):  # deeper than a stack, and than a name
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+def _wide(work: Path) -> None:
+    for number in range(300):
+        (work / f"f{number}").touch()
+
+
+def _closed(work: Path) -> None:
+    _wide(work)
+    work.chmod(0)
+
+
+@pytest.mark.parametrize("fill", [_deep, _wide, _closed])
+def test_a_large_tree_is_removed_beside_the_supervisor(tmp_path: Path, fill: Callable[[Path], None]) -> None:
+    slot = Slot(0, os.getuid(), 0, "0", str(tmp_path))
+    fill(Path(slot.work_dir))
+    with pytest.raises(BlockingIOError):
+        slot.wipe()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            slot.wipe()
+            break
+        except BlockingIOError:
+            time.sleep(0.01)
+    assert os.listdir(slot.directory) == ["work"] and os.listdir(slot.work_dir) == []
+
+
+def test_at_its_start_the_supervisor_waits_for_the_removal(tmp_path: Path) -> None:
+    slot = Slot(0, os.getuid(), 0, "0", str(tmp_path))
+    _wide(Path(slot.work_dir))
+    slot.wipe(at_once=True)
+    assert os.listdir(slot.directory) == ["work"] and os.listdir(slot.work_dir) == []
+
+
+def test_a_small_tree_is_removed_at_once(tmp_path: Path) -> None:
+    slot = Slot(0, os.getuid(), 0, "0", str(tmp_path))
+    (Path(slot.work_dir) / "a" / "b").mkdir(parents=True)
+    (Path(slot.work_dir) / "a" / "file").touch()
+    slot.wipe()
+    assert os.listdir(slot.directory) == ["work"] and os.listdir(slot.work_dir) == []
 
 
 _STOPS_ITS_USER = """

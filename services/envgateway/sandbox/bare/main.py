@@ -62,7 +62,7 @@ def _try_tier(
     slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
     for slot in slots:
         slot.sweep()
-        slot.wipe()
+        slot.wipe(at_once=True)
     for name in ("root", "packages"):
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
     zygote = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),

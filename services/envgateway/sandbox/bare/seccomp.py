@@ -31,7 +31,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # name: (x86_64, aarch64); -1 where the architecture has no such call.
 _REFUSED: dict[str, tuple[int, int]] = {
-    # network; socketpair stays: it reaches nobody, and asyncio needs it
+    # network; socketpair stays but for datagrams: it reaches nobody, and asyncio needs it
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),
@@ -165,6 +165,7 @@ _ARGUMENT_FILTERED = {
     "prctl": (157, 167),
     "mmap": (9, 222),
     "setsockopt": (54, 208),
+    "socketpair": (53, 199),
 }
 # Numbers from 424 on are the same everywhere. What follows mseal (462) changes metadata by path, reads mounts or is not
 # known here: it does not exist for a program, and libraries fall back to what is older.
@@ -180,6 +181,7 @@ _FILE_REQUESTS = (0x40086602, 0x40046602, 0x40087602, 0x401C5820, 0x40806685, 0x
 _OWNER_REQUESTS = (0x8901, 0x8902)  # ioctl: FIOSETOWN, SIOCSPGRP
 _PR_SCHED_CORE = 62
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_DATAGRAMS = 0x2  # the bit that SOCK_DGRAM and SOCK_RAW have, and SOCK_STREAM and SOCK_SEQPACKET have not
 _BUFFER_OPTIONS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and their FORCE
 
 
@@ -221,9 +223,10 @@ def _when(condition: list[bytes], answer: bytes) -> bytes:
     return b"".join(part for one in condition for part in (one, answer))
 
 
-def _of_call(number: int, offset: int, values: Iterable[int], answer: bytes) -> bytes:
-    """``answer`` when a call has one of these values as its argument; expects the call's number, and leaves it loaded."""
-    compared = _when([_instruction(_JEQ, value, 0, 1) for value in values], answer)
+def _of_call(number: int, offset: int, values: Iterable[int], answer: bytes, how: int = _JEQ) -> bytes:
+    """``answer`` when a call has one of these values (with ``_JSET`` one of these bits) as its argument; expects the call's
+    number, and leaves it loaded."""
+    compared = _when([_instruction(how, value, 0, 1) for value in values], answer)
     body = _instruction(_LD_W_ABS, offset) + compared + _instruction(_LD_W_ABS, _OFFSET_NR)
     return _instruction(_JEQ, number, 0, len(body) // 8) + body
 
@@ -278,6 +281,8 @@ def _common_filter(tier: str, may_execute: bool, accounted: bool) -> bytes:
         _of_call(number["fcntl"], _OFFSET_ARG1, _LOCK_COMMANDS, _PRETEND),
         _of_call(number["fcntl"], _OFFSET_ARG1, _WATCH_COMMANDS, _REFUSE),
         _of_call(number["ioctl"], _OFFSET_ARG1, _FILE_REQUESTS, _REFUSE),
+        # a datagram goes to whatever address it names, connected or not: to the machine's own sockets
+        _of_call(number["socketpair"], _OFFSET_ARG1, (_DATAGRAMS,), _REFUSE, _JSET),
     ]
     # at tier 1 the times of what every user may write, as /dev/null, are shared with the next program
     pretended = _FLUSHES | (_TIMES if tier == "1" else {})

@@ -5,6 +5,7 @@ Knows how to find and kill whatever a slot has left behind. Knows nothing about 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -26,11 +27,12 @@ class Slot:
         self.memory: SlotMemory | None = None  # where the machine grants cgroups
         self._room: Room | None = None
         self._wipes = 0
+        self._remover: int | None = None  # the process that removes what was moved away
         self._clean_state: tuple[tuple[int, ...], ...] | None = None  # of both directories; None is unknown
         self.directory = os.path.join(base_dir, f"slot-{index}")
         self.work_dir = os.path.join(self.directory, "work")
         os.makedirs(self.directory, mode=0o711, exist_ok=True)
-        self.wipe()
+        self.wipe(at_once=True)
 
     def _make_work_dir(self) -> None:
         os.mkdir(self.work_dir, 0o700)
@@ -58,30 +60,58 @@ class Slot:
             self._room.close()
             self._room = None
 
-    def wipe(self) -> None:
+    def wipe(self, at_once: bool = False) -> None:
         """Leave an empty work dir behind, and nothing beside it, whatever the program made of either.
 
         A directory that was changed in any way is made anew or cleared, so that its times, modes and attributes tell the
-        next program nothing. Raises ``OSError`` when there is no work dir to be had: the slot is not given to a program.
+        next program nothing. Raises ``OSError`` when there is no work dir to be had yet: the slot is not given to a program.
+        A large tree is removed by a process of its own, because the caller serves other slots; ``at_once`` waits for it.
         """
         if self.has_own_disk and self._clean_state is not None:  # it went with the last process that could see it
             return
         if self._clean_state is not None and self._clean_state == self._state():
             return
+        if self._remover is not None:
+            if procfs.is_live_child(self._remover):
+                raise BlockingIOError(errno.EAGAIN, "what a program left is being removed", self.directory)
+            self._remover = None
+        else:
+            self._remove(self._moved_away(), at_once)
+        self._make_work_dir()
+        os.chmod(self.directory, 0o711)
+        self._clean_state = self._state()
+
+    def _moved_away(self) -> list[str]:
+        """All that lies in the slot's directory, under other names: a tree that resists costs disk, never the next program's
+        clean start."""
         os.chmod(self.directory, 0o700)
         _clear_attributes(self.directory)
+        moved = []
         for name in os.listdir(self.directory):
-            # moved away first, so that a tree that resists costs disk, never the next program's clean start
             self._wipes += 1
             old = os.path.join(self.directory, f".old-{os.getpid()}-{self._wipes}")
             try:
                 os.rename(os.path.join(self.directory, name), old)
             except OSError:  # a mount, or a name that was there: then it is removed where it is
                 old = os.path.join(self.directory, name)
-            remove_tree(old)
-        self._make_work_dir()
-        os.chmod(self.directory, 0o711)
-        self._clean_state = self._state()
+            moved.append(old)
+        return moved
+
+    def _remove(self, trees: list[str], at_once: bool) -> None:
+        if at_once or all(_is_small(tree) for tree in trees):
+            for tree in trees:
+                remove_tree(tree)
+            return
+        remover = os.fork()
+        if remover == 0:
+            try:
+                os.closerange(0, 1 << 16)  # others wait for the ends of these
+                for tree in trees:
+                    remove_tree(tree)
+            finally:
+                os._exit(0)
+        self._remover = remover
+        raise BlockingIOError(errno.EAGAIN, "what a program left is being removed", self.directory)
 
     def _state(self) -> tuple[tuple[int, ...], ...] | None:
         """Of the slot's directory and an empty work dir; None when it is not empty, or alone."""
@@ -138,6 +168,7 @@ def _clear_attributes(path: str) -> None:
         pass
 
 
+_FEW_FILES = 64
 _NOBODYS_UID = 65_001  # after the last slot user; no process is ever started as this one
 
 
@@ -164,6 +195,26 @@ def kill_user(uid: int) -> None:
     os.waitpid(helper, 0)
 
 
+def _is_small(top: str) -> bool:
+    """Whether it is removed in a moment."""
+    left, pending = _FEW_FILES, [top]
+    try:
+        while pending:
+            path = pending.pop()
+            if os.path.islink(path) or not os.path.isdir(path):
+                continue
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    left -= 1
+                    if left < 0:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+    except OSError:  # closed, or too deep for a name
+        return False
+    return True
+
+
 def remove_tree(path: str) -> None:
     """Remove a tree that a stranger has made: closed directories, any depth, links not followed."""
 
@@ -185,13 +236,13 @@ def remove_tree(path: str) -> None:
             shutil.rmtree(path, onerror=open_up_and_retry)
         else:
             os.unlink(path)
-    except OSError:  # left for whoever removes the directory above
+    except (OSError, RecursionError):  # left for the removal of the directory above
         pass
 
 
 def _flatten(top: str) -> None:
     """Pull nested directories up, level by level: a tree deeper than a path name or a stack can hold."""
-    counter = 0
+    counter, unused = 0, os.urandom(8).hex()  # a name that was there would leave the rest as deep as it is
     pending = os.listdir(top)
     while pending:
         name = pending.pop()
@@ -207,7 +258,7 @@ def _flatten(top: str) -> None:
             inside = os.path.join(path, child)
             if os.path.isdir(inside) and not os.path.islink(inside):
                 counter += 1
-                moved = f".flat-{counter}"
+                moved = f".flat-{unused}-{counter}"
                 try:
                     os.chmod(inside, 0o700)
                     os.rename(inside, os.path.join(top, moved))
