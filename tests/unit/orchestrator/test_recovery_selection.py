@@ -112,7 +112,7 @@ async def live(world: World, rng: random.Random, num_actions: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_what_is_selected_brings_back_what_all_rows_bring_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_linger: None, seed: int
 ) -> None:
     rng = random.Random(seed)
     settings: list[dict[str, Any]] = [
