@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 
-DATA_ERRORS: tuple[type[Exception], ...] = (
+DATA_ERRORS = (
     ValueError,
     LookupError,
     TypeError,

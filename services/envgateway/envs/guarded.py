@@ -18,6 +18,8 @@ from services.envgateway.envs.failures import DATA_ERRORS, told, trace_of
 
 log = structlog.get_logger()
 
+_OF_THE_ACTION: tuple[type[Exception], ...] = (*DATA_ERRORS, ActionFailedError)
+
 
 class GuardedEnvironment:
     def __init__(self, inner: Environment, name: str, counts: Counter[str]) -> None:
@@ -33,7 +35,7 @@ class GuardedEnvironment:
     async def step(self, action: str) -> StepResult:
         try:
             result: StepResult = await call_plain_or_async(self._inner.step, action)
-        except (*DATA_ERRORS, ActionFailedError) as error:
+        except _OF_THE_ACTION as error:
             self._counts[self._name] += 1
             log.warning("environment.action_failed", environment=self._name, error=told(error), trace=trace_of(error))
             return StepResult(
