@@ -14,7 +14,11 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from grpc import _channel as grpc_channel
+from grpc.aio import _utils as grpc_utils
 
 CLOCKS, ACKS = "CHAOS_CLOCKS", "CHAOS_ACKS"
 LOOK_S = 0.1
@@ -39,6 +43,11 @@ def _wrong_by() -> float:
 def _install_clock() -> None:
     time.time = lambda: _true_time() + _wrong_by()
     time.time_ns = lambda: _true_time_ns() + int(_wrong_by() * 1e9)
+    # gRPC makes deadlines of time.time in Python, and its core compares them with the machine's clock, which jumps as well
+    # when a machine's clock does. Here it does not: with a jump every call would be over when it begins.
+    true_clock = SimpleNamespace(**{**vars(time), "time": _true_time})
+    grpc_channel.time = true_clock  # type: ignore[attr-defined]
+    grpc_utils.time = true_clock  # type: ignore[attr-defined]
 
 
 def _install_acknowledgements() -> None:
