@@ -18,7 +18,7 @@ actions. Per world:
                              is above it
     slowest_turn_s           at the client
 
-ALFWorld plays the package's houses made here, WebShop a made catalogue, unless MILLRACE_DATA_ROOT has theirs; TextWorld
+ALFWorld plays the package's houses made here, WebShop a made catalogue unless MILLRACE_DATA_ROOT has one; TextWorld
 three games, or one. ``agentbench`` is our client against our own task server over ``rooms``; ``taskserver`` sends that server
 bodies that are no request.
 
