@@ -198,9 +198,9 @@ for _ in range(200):
 async def test_a_forked_child_answers_nothing(process: LiveProcess) -> None:
     result = await process.run("import os\npid = os.fork()\nx = 'child' if pid == 0 else 'parent'\nx")
     again = await process.run("x")
-    said = result.stdout + again.stdout  # the child ends by itself, after either cell
+    said = result.stdout + again.stdout  # the child prints at any time until it ends
     assert (result.status, again.status) == (S.OK, S.OK)
-    assert said.count(b"'parent'\n") == 2 and said.count(b"'child'\n") <= 1 and again.stdout.endswith(b"'parent'\n")
+    assert said.count(b"'parent'\n") == 2 and said.count(b"'child'\n") <= 1 and b"'parent'\n" in again.stdout
 
 
 async def test_cpu_time_counts_over_all_cells_and_what_runs_between_them(pool: SandboxPool) -> None:
