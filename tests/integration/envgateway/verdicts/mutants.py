@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.sandbox.bare import plain, prelude
+from services.envgateway.sandbox.bare import broadcasts, plain, prelude
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionStatus
 
@@ -102,11 +102,15 @@ async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeReques
 
 def _library() -> str:
     """The tree form and the prelude as text: the sandbox has no path to our modules."""
-    plain_source = inspect.getsource(plain)
-    prelude_source = inspect.getsource(prelude).replace("from . import plain\n", "")
-    return (
-        "import copy, json, sys, types\n"
-        f"plain = types.ModuleType('plain'); exec(compile({plain_source!r}, 'plain', 'exec'), plain.__dict__)\n"
-        "prelude = types.ModuleType('prelude'); prelude.plain = plain\n"
-        f"exec(compile({prelude_source!r}, 'prelude', 'exec'), prelude.__dict__)\n"
-    )
+    text = "import copy, json, sys, types\n"
+    for module in (broadcasts, plain, prelude):
+        name = module.__name__.rpartition(".")[2]
+        source = "\n".join(
+            line for line in inspect.getsource(module).split("\n") if not line.startswith("from . import")
+        )
+        text += (
+            f"{name} = types.ModuleType({name!r})\n"
+            f"{name}.__dict__.update(broadcasts=globals().get('broadcasts'), plain=globals().get('plain'))\n"
+            f"exec(compile({source!r}, {name!r}, 'exec'), {name}.__dict__)\n"
+        )
+    return text
