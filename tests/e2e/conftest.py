@@ -35,6 +35,7 @@ SMALL = [
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
     "data.evaluation.held_out.limit=16",
+    "orchestrator.retention=all",  # tests read every trajectory back, also those from before a kill
 ]
 
 
