@@ -1,8 +1,9 @@
-"""Whether a disk is full: by what is left of it, and by what the system and SQLite say of it."""
+"""Disks: whether one is full, by its free bytes and by errors of the system and SQLite; names that survive a power cut."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sqlite3
 from pathlib import Path
@@ -23,3 +24,15 @@ def says_full(error: BaseException) -> bool:
     if isinstance(error, sqlite3.OperationalError):
         return error.sqlite_errorcode in _FULL_FOR_SQLITE
     return isinstance(error, OSError) and error.errno in _FULL
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the file system can sync directories."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not have it
+            raise
+    finally:
+        os.close(fd)

@@ -81,7 +81,7 @@ class Ingest:
         self._journal = journal
         self._counters = counters
         self._on_resolved = on_resolved
-        # Slots whose first record is on its way to the disk, with those who wait to hear that theirs is a duplicate.
+        # Slots whose first record is being written, with the answers to later records, which become duplicates.
         self._pending: dict[tuple[str, int], list[Callable[[Answer], None]]] = {}
         self.failures_in_a_row = 0  # since the last trajectory
         self.last_failure = ""

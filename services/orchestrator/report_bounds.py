@@ -1,8 +1,8 @@
 """What peers may say of themselves when they join and report, before it enters memory, the journal or metrics.
 
-Who somebody is and what it holds decides something: what cannot be is refused, and the peer is told. The rest is for
-people: what is too long is cut, what is no number is left out, because a lease is worth more than a gauge. Conversions come
-before and after; knows nothing about the ring.
+Identities, versions and counts decide what is issued: an impossible value is refused, and the peer is told. Other values
+are shown to people: long texts are cut and values that are no number are left out, because a lease is worth more than a
+gauge. Independent of the ring and of protobuf.
 """
 
 from __future__ import annotations

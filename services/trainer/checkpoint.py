@@ -24,7 +24,7 @@ from types import MappingProxyType
 import structlog
 
 from services.common.checkpoints import directory as names
-from services.common.checkpoints.files import TensorReader, sync_directory, write_bytes, write_safetensors
+from services.common.checkpoints.files import TensorReader, write_bytes, write_safetensors
 from services.common.checkpoints.manifest import (
     MANIFEST,
     MODEL_FILES,
@@ -35,6 +35,7 @@ from services.common.checkpoints.manifest import (
     encode,
     file_from_json,
 )
+from services.common.disk import sync_directory
 from services.common.errors import ConfigError, CorruptDataError, InfrastructureError, MillraceError, ModelMismatchError
 from services.trainer import checkpoint_state as state
 from services.trainer.host_group import HostGroup

@@ -14,8 +14,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.common.checkpoints.files import Progress, read_whole, sync_directory, verify_file
+from services.common.checkpoints.files import Progress, read_whole, verify_file
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredFile, decode
+from services.common.disk import sync_directory
 from services.common.errors import ConfigError, CorruptDataError
 
 PREFIX = "step_"

@@ -25,7 +25,6 @@ from services.common.checkpoints.files import (
     Progress,
     TensorReader,
     read_whole,
-    sync_directory,
     write_bytes,
     write_safetensors,
 )
@@ -37,6 +36,7 @@ from services.common.checkpoints.manifest import (
     StoredTensor,
     digest_of,
 )
+from services.common.disk import sync_directory
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.weights.dtypes import ELEMENT_TYPES, cast_bits
 

@@ -111,18 +111,6 @@ def _write(path: Path, name: str, data: Iterator[memoryview], parts: tuple[Part,
     return StoredFile(name=name, size_bytes=size, digest=f"{DEFAULT_ALGORITHM}:{state.hexdigest()}", parts=parts)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the file system can sync directories."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not have it
-            raise
-    finally:
-        os.close(fd)
-
-
 def read_whole(path: Path) -> bytes:
     """The bytes of a small regular file; ``CorruptDataError`` where there is none that can be read."""
     with _damage_told(path.name):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
+
+from services.common import disk
 
 
 class Files:
@@ -30,15 +31,15 @@ class Files:
         os.fsync(fd)
 
     def sync_file(self, path: Path) -> None:
-        self._sync_path(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.sync(fd)
+        finally:
+            os.close(fd)
 
     def sync_directory(self, path: Path) -> None:
         """Names that were added or removed survive a power cut, where the file system can sync directories."""
-        try:
-            self._sync_path(path)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not have it
-                raise
+        disk.sync_directory(path)
 
     def replace(self, source: Path, target: Path) -> None:
         """Give ``source`` the name ``target``, whose file goes; at every moment one of them has that name."""
@@ -49,10 +50,3 @@ class Files:
 
     def close(self, fd: int) -> None:
         os.close(fd)
-
-    def _sync_path(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self.sync(fd)
-        finally:
-            os.close(fd)

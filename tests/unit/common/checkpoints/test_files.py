@@ -18,11 +18,11 @@ from safetensors import safe_open
 from services.common.checkpoints.files import (
     Piece,
     TensorReader,
-    sync_directory,
     verify_file,
     write_safetensors,
 )
 from services.common.checkpoints.manifest import DTYPES, Manifest, StoredTensor, decode, encode
+from services.common.disk import sync_directory
 from services.common.errors import CorruptDataError
 
 Whole = dict[str, tuple[StoredTensor, bytes]]
